@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,15 +26,21 @@ from radixrt.engine.parts import Parts, request_output
 from radixrt.errors import ParameterError
 from radixrt.execution.device import check_kernels, choose_device
 from radixrt.execution.kv_scales import calibrated_scales
-from radixrt.execution.memory_budget import host_pool_slots, measured_pass_memory, pool_slots, room_for_passes
+from radixrt.execution.memory_budget import (
+    host_pool_slots,
+    measured_pass_memory,
+    pool_slots,
+    requests_at_once,
+    room_for_passes,
+)
 from radixrt.execution.model_runner import ModelRunner, Tuning
 from radixrt.execution.processors import usable_processors
 from radixrt.execution.products import compare_all
 from radixrt.frontend.request_builder import RequestBuilder, chatting_tokenizer
 from radixrt.kept_cache.identity import cache_identity, weight_fingerprint
 from radixrt.kept_cache.storage import CacheStorage
-from radixrt.limits import NO_PASSES, RunLimits
-from radixrt.models.config import GENERATION_DEFAULTS, generation_defaults
+from radixrt.limits import NO_PASSES, PassLimits, RunLimits
+from radixrt.models.config import GENERATION_DEFAULTS, ModelConfig, generation_defaults
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import check_dtype, load_model, model_folder, reload_weights
 from radixrt.sampling_params import SamplingParams
@@ -113,8 +120,7 @@ def assemble(config: RuntimeConfig, decoder: Decoder | None = None) -> Parts:
     impl, on_gpu = config.impl, device.type == "cuda"
     if not on_gpu or config.threads is not None:
         torch.set_num_threads(config.threads or min(torch.get_num_threads(), usable_processors()))
-    limits, tree = config.pass_limits(on_gpu=on_gpu), config.attention == "tree"
-    captured = limits if captures else NO_PASSES
+    tree = config.attention == "tree"
 
     source = MODEL_PATH if config.model is None else config.model
     folder = model_folder(source, weights=config.load_format != "dummy", revision=config.revision)
@@ -137,6 +143,13 @@ def assemble(config: RuntimeConfig, decoder: Decoder | None = None) -> Parts:
     model_config = decoder.config
     context_length = model_config.context_length
     seconds = {"weights": time.perf_counter() - began}
+    kv_dtype = E4M3 if config.kv_dtype == "fp8" else decoder.placement.dtype
+    if kv_dtype == E4M3 and model_config.head_dim % 2:
+        raise ParameterError(f"kv_dtype is 'fp8', which wants an even head_dim; it is {model_config.head_dim}")
+    shape = (model_config.num_layers, model_config.num_kv_heads, model_config.head_dim)
+    bytes_per_slot = TokenToKVPool.bytes_per_slot(*shape, kv_dtype)
+    limits = _pass_limits(config, model_config, device, bytes_per_slot)
+    captured = limits if captures else NO_PASSES
     products_began = time.perf_counter()
     on_device = torch.cuda.device(device) if on_gpu else nullcontext()
     with torch.inference_mode(), on_device, room_for_passes():
@@ -149,9 +162,6 @@ def assemble(config: RuntimeConfig, decoder: Decoder | None = None) -> Parts:
     defaults = own_defaults if config.generation_config == "auto" else SamplingParams()
     _log_weights(decoder, config, folder, seconds["weights"], own_defaults)
 
-    kv_dtype = E4M3 if config.kv_dtype == "fp8" else decoder.placement.dtype
-    if kv_dtype == E4M3 and model_config.head_dim % 2:
-        raise ParameterError(f"kv_dtype is 'fp8', which wants an even head_dim; it is {model_config.head_dim}")
     # Before the pool takes the free memory: this needs some, too.
     scales = calibrated_scales(decoder, device) if kv_dtype == E4M3 else None
     rows = ReqToTokenPool(limits.num_rows, context_length)
@@ -161,8 +171,6 @@ def assemble(config: RuntimeConfig, decoder: Decoder | None = None) -> Parts:
             for_passes = measured_pass_memory(decoder, rows, limits, kv_dtype, captured=captured, tree=tree)
     seconds["memory"] = time.perf_counter() - memory_began
 
-    shape = (model_config.num_layers, model_config.num_kv_heads, model_config.head_dim)
-    bytes_per_slot = TokenToKVPool.bytes_per_slot(*shape, kv_dtype)
     share, wanted = config.share_of_memory(on_gpu=on_gpu), config.max_total_tokens
     slots = pool_slots(device, bytes_per_slot, memory_fraction=share, max_total_tokens=wanted, promised=for_passes)
     kv_pool = TokenToKVPool(slots, *shape, dtype=kv_dtype, device=device)
@@ -207,6 +215,21 @@ def assemble(config: RuntimeConfig, decoder: Decoder | None = None) -> Parts:
         start_up=seconds | {"graphs": ended - graphs_began, "total": ended - began},
         free_device=_free_gpu if on_gpu else lambda: None,
     )
+
+
+def _pass_limits(
+    config: RuntimeConfig, model: ModelConfig, device: torch.device, bytes_per_slot: int
+) -> PassLimits:
+    """The limits of a pass, once the weights are in place: on a GPU, as many requests at once as memory allows."""
+    on_gpu, wanted = device.type == "cuda", config.max_total_tokens
+    limits = config.pass_limits(on_gpu=on_gpu)
+    if not on_gpu or config.max_running_requests is not None:
+        return limits
+    share = config.share_of_memory(on_gpu=on_gpu)
+    free = int(torch.cuda.mem_get_info(device)[0] * share) if wanted is None else wanted * bytes_per_slot
+    sizes = {"context_length": model.context_length, "vocab_size": model.vocab_size}
+    running = requests_at_once(limits.max_running_requests, free, bytes_per_slot, **sizes)
+    return replace(limits, max_running_requests=running)
 
 
 def _log_weights(

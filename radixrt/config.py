@@ -42,7 +42,8 @@ class RuntimeConfig:
         max_total_tokens: tokens that the KV pool holds; None: see memory_fraction.
         host_memory_gb: 10^9 bytes of host memory, page-locked for a GPU, for a second tier of the prefix cache,
             which takes the prefixes that leave the KV pool. None or 0: no second tier.
-        max_running_requests: requests that run at once; None is 512 on a GPU and 64 on a CPU.
+        max_running_requests: requests that run at once; None is 2048 on a GPU, 1024 or 512 where memory is scarce,
+            and 64 on a CPU.
         context_length: most tokens of a prompt with its answer; None is the model's own, which also is the limit
             unless its rope can reach farther (docs/models.md).
         chunked_prefill_size: prompt tokens of a pass, at most; None is 16384 on a GPU and 2048 on a CPU.

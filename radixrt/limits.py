@@ -33,7 +33,8 @@ class PassLimits:
 
 
 NO_PASSES = PassLimits(max_running_requests=0, chunked_prefill_size=0)
-GPU_LIMITS = PassLimits(max_running_requests=512, chunked_prefill_size=16_384)
+# Of a GPU with memory for so many requests at once; down to a quarter of them run where there is less.
+GPU_LIMITS = PassLimits(max_running_requests=2048, chunked_prefill_size=16_384)
 CPU_LIMITS = PassLimits(max_running_requests=64, chunked_prefill_size=2048)
 
 

@@ -17,7 +17,7 @@ from radixrt.limits import PassLimits
 
 def test_defaults_go_by_the_device() -> None:
     config = RuntimeConfig()
-    assert config.pass_limits(on_gpu=True) == PassLimits(512, 16_384) == RunLimits(1).of_pass
+    assert config.pass_limits(on_gpu=True) == PassLimits(2048, 16_384) == RunLimits(1).of_pass
     assert config.pass_limits(on_gpu=False) == PassLimits(64, 2048)
     assert (config.share_of_memory(on_gpu=True), config.share_of_memory(on_gpu=False)) == (0.95, 0.25)
     given = RuntimeConfig(memory_fraction=0.5, max_running_requests=7)

@@ -42,7 +42,7 @@ _OF_THE_MODEL = ("model", "revision", "chat_template_kwargs", "generation_config
 _OPTIONS = (
     *(option for option in MODEL if option.name in _OF_THE_MODEL),
     Option("max_total_tokens", "slots of the KV pool (as many as fit on the card)", "N", int),
-    Option("max_running_requests", "maximum requests in a pass (512)", "N", int),
+    Option("max_running_requests", "maximum requests in a pass (2048)", "N", int),
     Option("chunked_prefill_size", "maximum prompt tokens in a pass (16384)", "N", int),
     Option("mean_new_tokens", "expected tokens of an answer, at most its max_new_tokens", "N", int),
 )

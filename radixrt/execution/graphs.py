@@ -12,7 +12,8 @@ import torch
 
 from radixrt.schedule.passes import Features
 
-MAX_CAPTURED_BATCH = 512  # requests: more have enough to compute in a pass to launch it kernel by kernel
+MAX_CAPTURED_BATCH = 2048  # requests
+FINE_BATCH = 512  # requests up to which sizes are close to one another
 CAPTURED_DRAWS = (Features(), Features(is_random=True), Features(is_random=True, has_top=True))
 TOKEN_SIZES = (256, 512, 1024, 2048, 3072, 4096, 6144, 8192, 10240, 12288, 14336, 16384)
 # Tokens times weights. A pass of more keeps an H200 busy for longer than launching its kernels one by one takes.
@@ -38,7 +39,8 @@ class PassShape:
 
 def ladder(max_size: int) -> list[int]:
     """Batch sizes up to `max_size` that are captured, ascending: a batch is padded to the next of them."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, max_size, 32)]
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, FINE_BATCH, 32)]
+    sizes += range(FINE_BATCH, max_size, 128)
     return [*(size for size in sizes if size < max_size), max_size]
 
 
@@ -54,10 +56,11 @@ def captured_shapes(
     if not max_rows:
         return []
     sizes = {*(size for size in token_sizes if size <= max_tokens), min(max_tokens, token_sizes[-1])}
+    row_sizes = {max_rows, -(-max_rows // 4), min(-(-max_rows // 4), FINE_BATCH // 4)}
     return [PassShape(0, size, 0) for size in ladder(max_rows)] + [
         PassShape(num_tokens, num_rows, min(num_tokens // 2, max_rows) + 1)
         for num_tokens in sorted(sizes)
-        for num_rows in sorted({-(-max_rows // 4), max_rows})
+        for num_rows in sorted(row_sizes)
         if num_tokens and (num_tokens + num_rows) * num_weights <= MAX_WORK
     ]
 

@@ -22,7 +22,7 @@ def test_the_ladder_ends_at_the_most(most: int) -> None:
     assert all(a < b for a, b in pairwise(sizes))
     for count in range(1, most + 1):
         size = next(size for size in sizes if size >= count)
-        assert size - count < min(count, 32)
+        assert size - count < min(count, 32 if count <= 512 else 128)
 
 
 def test_shapes_of_passes() -> None:
@@ -32,6 +32,7 @@ def test_shapes_of_passes() -> None:
     assert {shape.num_rows for shape in small} == {128, 512}
     assert small == sorted(small, key=lambda shape: (shape.num_tokens, shape.num_rows))
     assert all(shape.num_extends == min(shape.num_tokens // 2, 512) + 1 for shape in small)
+    assert {shape.num_rows for shape in extend_shapes(16384, 2048, 600_000_000)} == {128, 512, 2048}
     assert max(shape.num_tokens for shape in extend_shapes(16384, 512, 8_000_000_000)) == 1024
     assert not extend_shapes(16384, 512, 70_000_000_000)
     assert [shape.num_tokens for shape in extend_shapes(100, 1, 1000)] == [100]

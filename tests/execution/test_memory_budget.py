@@ -13,7 +13,13 @@ from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt import ParameterError, Runtime
 from radixrt.execution import executor, memory_budget
-from radixrt.execution.memory_budget import host_pool_slots, largest_pass, pool_slots, room_for_passes
+from radixrt.execution.memory_budget import (
+    host_pool_slots,
+    largest_pass,
+    pool_slots,
+    requests_at_once,
+    room_for_passes,
+)
 from radixrt.execution.model_runner import ModelRunner, Tuning
 from radixrt.execution.sampling import sampler
 from radixrt.limits import PassLimits
@@ -198,3 +204,26 @@ def test_too_little_memory_names_the_remedies() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nand more")
     with pytest.raises(RuntimeError, match="something else"), room_for_passes():
         raise RuntimeError("something else")
+
+
+# --- requests at once ---
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "bytes_per_slot", "context", "vocab", "count"),
+    [
+        (120, 131_072, 131_072, 128_256, 2048),  # Llama-3.1-8B on an H200
+        (58, 131_072, 131_072, 128_256, 1024),  # on an H100
+        (5, 131_072, 131_072, 128_256, 512),  # on a card of 24 GB
+        (120, 114_688, 40_960, 151_936, 2048),  # Qwen3-0.6B on an H200
+        (120, 114_688, 2**20, 151_936, 1024),  # long contexts want long tables
+        (120, 2_000_000, 4096, 32_000, 512),  # large slots: a pool of few tokens
+        (1, 256, 128, 64, 2048),
+        (0, 256, 128, 64, 512),  # never fewer
+    ],
+)
+def test_as_many_requests_run_at_once_as_memory_allows(
+    gigabytes: int, bytes_per_slot: int, context: int, vocab: int, count: int
+) -> None:
+    free = gigabytes * 10**9
+    assert requests_at_once(2048, free, bytes_per_slot, context_length=context, vocab_size=vocab) == count
