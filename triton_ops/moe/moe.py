@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -14,6 +15,10 @@ from triton_ops.implementation import Impl, cdiv, next_power_of_2, runs_triton, 
 from triton_ops.linear.ordered_linear import ordered_linear
 from triton_ops.tuning import ELEMENTWISE, expert_config, expert_rows
 
+# From gate | up `[..., 2 * size]` to `[..., size]`, with `deterministic` and `impl` as `silu_and_mul` has them.
+Activation = Callable[..., Tensor]
+_Matrices = tuple[Tensor, Tensor | None]  # of all experts, and their biases
+
 
 def moe(
     x: Tensor,
@@ -22,10 +27,13 @@ def moe(
     gate_up: Tensor,
     down: Tensor,
     *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: Activation = silu_and_mul,
     deterministic: bool = False,
     impl: Impl = "auto",
 ) -> Tensor:
-    """For each token, the sum of its experts' outputs `down(silu(gate(x)) * up(x))` times their weights.
+    """For each token, the sum of its experts' outputs `down(activation(gate(x) | up(x)))` times their weights.
 
     Args:
         x: `[num_tokens, hidden_size]`, any float dtype.
@@ -33,6 +41,9 @@ def moe(
         experts: int64 `[num_tokens, top_k]`, each below `num_experts`, no two of a token's the same.
         gate_up: `[num_experts, 2 * intermediate_size, hidden_size]` in x's dtype: gate over up.
         down: `[num_experts, hidden_size, intermediate_size]` in x's dtype.
+        gate_up_bias, down_bias: `[num_experts, 2 * intermediate_size]` and `[num_experts, hidden_size]` in x's
+            dtype, added before a product is rounded; None: none.
+        activation: of gate | up, in both forms; SwiGLU's by default.
         deterministic: the bits of a token's result depend on its own row, weights and experts alone. The kernels
             see to that in any case: see `_expert_product_kernel`.
 
@@ -43,26 +54,52 @@ def moe(
     Experts without tokens cost nothing. On a GPU the torch form waits for the device, to read how many tokens each
     expert has; the kernels do not.
     """
+    matrices = ((gate_up, gate_up_bias), (down, down_bias))
     if runs_triton(impl, x.device):
-        return _launch(x, weights, experts, gate_up, down)
-    return _moe_fast_cpu(x, weights, experts, gate_up, down, deterministic)
+        return _launch(x, weights, experts, matrices, activation)
+    return _moe_fast_cpu(x, weights, experts, matrices, activation, deterministic)
 
 
-def moe_reference(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def _swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2)
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+def moe_reference(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: Callable[[Tensor], Tensor] = _swiglu,
+) -> Tensor:
     """What `moe` means, in float64: token by token, and for each the sum over its experts."""
-    x, gate_up, down = x.double(), gate_up.double(), down.double()
-    out = torch.zeros_like(x)
+    x, out = x.double(), torch.zeros_like(x, dtype=torch.float64)
+
+    def product(row: Tensor, matrices: Tensor, biases: Tensor | None, expert: int) -> Tensor:
+        result = matrices[expert].double() @ row
+        return result if biases is None else result + biases[expert].double()
+
     for token, (row, chosen) in enumerate(zip(weights.tolist(), experts.tolist(), strict=True)):
         for weight, expert in zip(row, chosen, strict=True):
-            gate, up = (gate_up[expert] @ x[token]).chunk(2)
-            out[token] += weight * (down[expert] @ (gate / (1 + torch.exp(-gate)) * up))
+            activated = activation(product(x[token], gate_up, gate_up_bias, expert))
+            out[token] += weight * product(activated, down, down_bias, expert)
     return out
 
 
 def _moe_fast_cpu(
-    x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, deterministic: bool
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    matrices: tuple[_Matrices, _Matrices],
+    activation: Activation,
+    deterministic: bool,
 ) -> Tensor:
     """Expert by expert, the rows of each together."""
+    (gate_up, gate_up_bias), (down, down_bias) = matrices
     product = partial(ordered_linear, impl="torch") if deterministic else linear
     top_k = experts.shape[1]
     parts = x.new_empty(experts.numel(), x.shape[1])
@@ -71,8 +108,9 @@ def _moe_fast_cpu(
     for expert, chosen in enumerate(torch.split(order, counts.tolist())):
         if chosen.shape[0] == 0:
             continue
-        gated = product(x[chosen // top_k], gate_up[expert])
-        parts[chosen] = product(silu_and_mul(gated, deterministic=deterministic, impl="torch"), down[expert])
+        gated = product(x[chosen // top_k], gate_up[expert], _of(gate_up_bias, expert))
+        activated = activation(gated, deterministic=deterministic, impl="torch")
+        parts[chosen] = product(activated, down[expert], _of(down_bias, expert))
     # One choice after the other: a token's sum does not depend on which of its experts came first.
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for part, weight in zip(parts.view(-1, top_k, x.shape[1]).unbind(1), weights.unbind(1), strict=True):
@@ -80,15 +118,28 @@ def _moe_fast_cpu(
     return out.to(x.dtype)
 
 
-def _launch(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def _of(biases: Tensor | None, expert: int) -> Tensor | None:
+    return None if biases is None else biases[expert]
+
+
+def _launch(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    matrices: tuple[_Matrices, _Matrices],
+    activation: Activation,
+) -> Tensor:
+    (gate_up, gate_up_bias), (down, down_bias) = matrices
     (num_tokens, hidden_size), top_k = x.shape, experts.shape[1]
     num_experts, inner_size = gate_up.shape[0], down.shape[2]
-    for name, matrices, shape in (
+    for name, given, shape in (
         ("gate_up", gate_up, (num_experts, 2 * inner_size, hidden_size)),
         ("down", down, (num_experts, hidden_size, inner_size)),
+        ("gate_up_bias", gate_up_bias, (num_experts, 2 * inner_size)),
+        ("down_bias", down_bias, (num_experts, hidden_size)),
     ):
-        if matrices.shape != shape or not matrices.is_contiguous():
-            raise ValueError(f"{name} must be contiguous {[*shape]}, but is {[*matrices.shape]}")
+        if given is not None and (given.shape != shape or not given.is_contiguous()):
+            raise ValueError(f"{name} must be contiguous {[*shape]}, but is {[*given.shape]}")
     if not x.dtype == gate_up.dtype == down.dtype:
         raise ValueError(f"x, gate_up and down are {x.dtype}, {gate_up.dtype} and {down.dtype}")
     x, weights = x.contiguous(), weights.contiguous()
@@ -106,20 +157,24 @@ def _launch(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: 
     tile_ends = ((counts + tile_rows - 1) // tile_rows).cumsum(0)
     max_tiles = min(chosen.shape[0], num_experts) + chosen.shape[0] // tile_rows
 
-    def product(a: Tensor, matrices: Tensor, rows_of_a: int, *, to_order: bool) -> Tensor:
-        """Each row, in the order of experts, times its expert's matrix. A row of `a` is read `rows_of_a` times."""
+    def product(a: Tensor, matrices: Tensor, biases: Tensor | None, rows_of_a: int, *, to_order: bool) -> Tensor:
+        """Each row, in the order of experts, times its expert's matrix, plus its bias. A row of `a` is read
+        `rows_of_a` times.
+        """
         _, size, inner = matrices.shape
         result = torch.empty(chosen.shape[0], size, dtype=a.dtype, device=a.device)
         config = expert_config(tile_rows, size, inner, a.dtype)
         _expert_product_kernel[(max_tiles * cdiv(size, config.columns),)](
             a,
             matrices,
+            biases,
             result,
             order,
             ends,
             tile_ends,
             CHOICES=rows_of_a,
             TO_ORDER=to_order,
+            HAS_BIAS=biases is not None,
             NUM_EXPERTS=num_experts,
             EXPERT_BLOCK=next_power_of_2(num_experts),
             SIZE=size,
@@ -132,8 +187,8 @@ def _launch(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: 
         )
         return result
 
-    activated = silu_and_mul(product(x, gate_up, top_k, to_order=False), impl="triton")
-    parts = product(activated, down, 0, to_order=True)
+    activated = activation(product(x, gate_up, gate_up_bias, top_k, to_order=False), impl="triton")
+    parts = product(activated, down, down_bias, 0, to_order=True)
     block = min(ELEMENTWISE.size, max(16, next_power_of_2(hidden_size)))
     _weighted_sum_kernel[(num_tokens * cdiv(hidden_size, block),)](
         parts, weights, out, TOP_K=top_k, SIZE=hidden_size, BLOCK=block, num_warps=ELEMENTWISE.num_warps
@@ -145,12 +200,14 @@ def _launch(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: 
 def _expert_product_kernel(
     a_ptr,
     matrices_ptr,
+    biases_ptr,
     out_ptr,
     order_ptr,
     ends_ptr,
     tile_ends_ptr,
     CHOICES: tl.constexpr,
     TO_ORDER: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     EXPERT_BLOCK: tl.constexpr,
     SIZE: tl.constexpr,
@@ -159,8 +216,8 @@ def _expert_product_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Rows of `a [..., INNER]` times their experts' `[SIZE, INNER]`, transposed. A program computes a tile of one
-    expert.
+    """Rows of `a [..., INNER]` times their experts' `[SIZE, INNER]`, transposed, plus their biases `[SIZE]`. A
+    program computes a tile of one expert.
 
     Row r in the order of experts is row `order[r]` in the order of tokens. If CHOICES is above 0, row
     `order[r] // CHOICES` of `a` is read, otherwise row r. If TO_ORDER, row `order[r]` is written, otherwise row r.
@@ -197,6 +254,9 @@ def _expert_product_kernel(
             left = tl.load(a + start, mask=is_row[:, None] & is_inner[None, :], other=0.0)
             right = tl.load(b + start, mask=is_inner[:, None] & is_column[None, :], other=0.0)
             total = tl.dot(left, right, total, input_precision="ieee")
+        if HAS_BIAS:
+            bias = tl.load(biases_ptr + expert * SIZE + column, mask=is_column, other=0.0)
+            total += bias.to(tl.float32)[None, :]
         to = place if TO_ORDER else row
         out = out_ptr + to[:, None] * SIZE + column[None, :]
         tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
