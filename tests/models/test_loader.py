@@ -103,6 +103,28 @@ def test_experts_may_be_stored_stacked(family: str, tmp_path: Path) -> None:
         load_model(stacked)
 
 
+def test_gate_and_up_in_turns_are_put_apart(tmp_path: Path) -> None:
+    """Of gpt-oss, which stores its experts stacked and transposed, and sinks in the weights' dtype."""
+    stored = checkpoints.gpt_oss().bfloat16()
+    checkpoints.write(stored, tmp_path)
+    model, _ = load_model(tmp_path, dtype="bfloat16")
+    attention, experts = model.blocks[1].attention, model.blocks[1].feed_forward
+    theirs = stored.model.layers[1]
+    assert torch.equal(attention.sinks, theirs.self_attn.sinks.float())
+    assert attention.attention.scoring.sinks is attention.sinks
+    for ours, own in (
+        (experts.gate_up, theirs.mlp.experts.gate_up_proj.mT),
+        (experts.gate_up_bias, theirs.mlp.experts.gate_up_proj_bias),
+    ):
+        assert torch.equal(ours, torch.cat((own[:, 0::2], own[:, 1::2]), 1))
+    assert torch.equal(experts.down, theirs.mlp.experts.down_proj.mT)
+    assert torch.equal(experts.down_bias, theirs.mlp.experts.down_proj_bias)
+    assert torch.equal(experts.router.bias, theirs.mlp.router.bias)
+    edit_weights(tmp_path, lambda w: w.update({"model.layers.1.mlp.experts.down_proj": torch.zeros(6, 32, 20)}))
+    with pytest.raises(ModelError, match=r"experts.0.down_proj.weight .* shape \[20, 32\]; .* \[32, 20\]"):
+        load_model(tmp_path)
+
+
 def test_a_packed_projection_of_another_shape_is_named(tmp_path: Path) -> None:
     checkpoints.write(checkpoints.phi3(), tmp_path)
     edit_weights(tmp_path, lambda w: w.update({"model.layers.0.self_attn.qkv_proj.weight": torch.zeros(96, 32)}))
@@ -651,6 +673,7 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
     ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers has 1 entries, but the model has 2 layers"),
     ("mixtral", {"hidden_act": "gelu"}, "experts with hidden_act 'gelu' are not supported; 'silu' is"),
+    ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0; 7.0 alone is supported"),
     ("qwen3_moe", {"num_experts_per_tok": 7}, "num_experts_per_tok is 7; it must be 1 to 6"),
 ]
 

@@ -16,6 +16,8 @@ from transformers import (
     GenerationConfig,
     Glm4Config,
     Glm4ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -201,6 +203,27 @@ def qwen3_moe(seed: int = 0, **changes: Any) -> Qwen3MoeForCausalLM:
         "mlp_only_layers": [0],
     }
     return _build(Qwen3MoeForCausalLM, Qwen3MoeConfig, seed, {**own, **changes})
+
+
+def gpt_oss(seed: int = 0, **changes: Any) -> GptOssForCausalLM:
+    """Its first layer has a window. Biases of the experts bring many of their gates beyond the clamp."""
+    own = {
+        "head_dim": 16,
+        "num_attention_heads": 6,
+        "intermediate_size": 20,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "sliding_window": WINDOW,
+        "rope_parameters": {**YARN_ROPE, "truncate": False},
+    }
+    model = _build(GptOssForCausalLM, GptOssConfig, seed, {**own, **changes})
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.sinks.uniform_(-2.0, 4.0)
+            layer.mlp.experts.gate_up_proj_bias.normal_(std=6.0)
+            layer.mlp.experts.down_proj_bias.normal_(std=0.3)
+            layer.mlp.router.weight.normal_(std=0.5)
+    return model
 
 
 # Of one small layer, which is never used.
