@@ -178,7 +178,7 @@ FAMILIES: dict[str, Any] = {
     "gemma3": checkpoints.gemma3,
     "mixtral": checkpoints.mixtral,
     "qwen3-moe": checkpoints.qwen3_moe,
-    "gpt-oss": checkpoints.gpt_oss,
+    "gpt-oss": checkpoints.gpt_oss_in_mxfp4,
 }
 
 

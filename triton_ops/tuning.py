@@ -326,9 +326,11 @@ class ExpertConfig:
     num_stages: int = 3
 
 
-def expert_rows(num_choices: int, num_experts: int, dtype: torch.dtype) -> int:
+def expert_rows(num_choices: int, num_experts: int, dtype: torch.dtype, *, mxfp4: bool = False) -> int:
     """The rows of a tile, about as many as an expert has: `num_choices` are the rows of all experts."""
-    return min(_largest_expert_tile(dtype), max(16, next_power_of_2(cdiv(num_choices, num_experts))))
+    # To be dequantised to float32, matrices need registers of their own.
+    largest = 32 if mxfp4 and dtype == torch.float32 else _largest_expert_tile(dtype)
+    return min(largest, max(16, next_power_of_2(cdiv(num_choices, num_experts))))
 
 
 def expert_config(rows: int, size: int, inner: int, dtype: torch.dtype) -> ExpertConfig:

@@ -15,26 +15,39 @@ from radixrt.errors import ModelError
 from radixrt.models.decoder import Attention, Decoder
 from radixrt.models.mixtral import MixtureConfig
 from triton_ops.activations.clamped_swiglu import LIMIT, clamped_swiglu
+from triton_ops.moe.mxfp4 import GROUP
 
-_STACKED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(_bias)?")
+_STACKED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(|_bias|_blocks|_scales)")
+_DIMENSIONS = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}  # of what is stored for all experts
 
 
 @dataclass(frozen=True)
 class GptOssConfig(MixtureConfig):
-    """Its mixture has no numbers of its own; the activation's are fixed."""
+    """`mxfp4`: the experts' matrices are stored, and stay, in four bits."""
+
+    mxfp4: bool
+
+    @classmethod
+    def check_quantization(cls, quantization: Any) -> None:
+        if quantization is not None and (method := quantization.get("quant_method")) != "mxfp4":
+            raise ModelError(f"weights quantised by {method!r} are not supported; 'mxfp4' is")
 
     @classmethod
     def read_family(cls, source: Any) -> dict[str, Any]:
+        mxfp4 = getattr(source, "quantization_config", None) is not None
+        for name in ("hidden_size", "intermediate_size"):
+            if mxfp4 and getattr(source, name) % GROUP:
+                raise ModelError(f"{name} is {getattr(source, name)}; in MXFP4 it must be a multiple of {GROUP}")
         if (limit := getattr(source, "swiglu_limit", LIMIT)) != LIMIT:
             raise ModelError(f"swiglu_limit is {limit}; {LIMIT} alone is supported")
-        return super().read_family(source)
+        return {**super().read_family(source), "mxfp4": mxfp4}
 
 
 class GptOss(Decoder):
     """Llama with biases everywhere, sinks, and a mixture of experts whose weights sum to 1 in each layer.
 
-    Checkpoints hold the experts stacked and transposed, the rows of gate and up in turns: they are put apart as
-    they are loaded.
+    Checkpoints hold the experts stacked, transposed unless they are in MXFP4, the rows of gate and up in turns:
+    these are put apart as they are loaded.
     """
 
     config: GptOssConfig
@@ -56,18 +69,19 @@ class GptOss(Decoder):
             renormalize=True,
             bias=True,
             activation=clamped_swiglu,
+            mxfp4=config.mxfp4,
             placement=self.placement,
         )
 
     def split_stored(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         match = _STACKED.fullmatch(name)
-        if match is None or tensor.dim() != (2 if match[3] else 3):
+        if match is None or tensor.dim() != _DIMENSIONS[match[3]]:
             yield name.replace(".mlp.router.", ".mlp.gate."), tensor
             return
-        experts, kind = match[1], "bias" if match[3] else "weight"
+        experts, stack, kind = match.groups()
         gate, up, down = EXPERT_NAMES
         for expert, stored in enumerate(tensor):
-            rows = stored if match[3] else stored.T
-            parts = {gate: rows[0::2], up: rows[1::2]} if match[2] == "gate_up" else {down: rows}
+            rows = stored if kind else stored.T
+            parts = {gate: rows[0::2], up: rows[1::2]} if stack == "gate_up" else {down: rows}
             for part, own in parts.items():
-                yield f"{experts}.{expert}.{part}.{kind}", own
+                yield f"{experts}.{expert}.{part}.{kind[1:] or 'weight'}", own

@@ -125,6 +125,45 @@ def test_gate_and_up_in_turns_are_put_apart(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
+def test_mxfp4_stays_as_it_is_stored(tmp_path: Path) -> None:
+    """Rows of gate and up are put apart, and nothing else is done to them."""
+    reference = checkpoints.gpt_oss_in_mxfp4()
+    checkpoints.write(reference, tmp_path, max_shard_size="20KB")
+    for dtype in ("float32", "bfloat16"):
+        model, config = load_model(tmp_path, dtype=dtype)
+        experts = model.blocks[1].feed_forward
+        stored = {
+            name.rpartition(".")[2]: value for name, value in reference.packed.items() if "layers.1." in name
+        }
+        for part in ("blocks", "scales"):
+            own = stored[f"gate_up_proj_{part}"]
+            ours = experts.gate_up.get_parameter(part)
+            assert ours.dtype == torch.uint8
+            assert torch.equal(ours, torch.cat((own[:, 0::2], own[:, 1::2]), 1))
+            assert torch.equal(experts.down.get_parameter(part), stored[f"down_proj_{part}"])
+    assert config.dtype == torch.bfloat16, "as config.json names none"
+    edit_json(tmp_path / "config.json", quantization_config={"quant_method": "awq"})
+    with pytest.raises(ModelError, match="weights quantised by 'awq' are not supported; 'mxfp4' is"):
+        load_model(tmp_path)
+    edit_json(tmp_path / "config.json", quantization_config=None)
+    with pytest.raises(ModelError, match=r"down_proj.bias|missing: .*down_proj.weight"):
+        load_model(tmp_path)
+    edit_json(tmp_path / "config.json", quantization_config={"quant_method": "mxfp4"}, intermediate_size=20)
+    with pytest.raises(ModelError, match="intermediate_size is 20; in MXFP4 it must be a multiple of 32"):
+        load_model(tmp_path)
+
+
+def test_dummy_weights_in_mxfp4(tmp_path: Path) -> None:
+    checkpoints.write(checkpoints.gpt_oss_in_mxfp4(), tmp_path)
+    edit_json(tmp_path / "config.json", initializer_range=0.02)
+    model, _ = load_model(tmp_path, load_format="dummy", seed=1)
+    again, _ = load_model(tmp_path, load_format="dummy", seed=1)
+    assert_same_weights(dict(model.checkpoint_tensors()), dict(again.checkpoint_tensors()))
+    weights = model.blocks[0].feed_forward.gate_up().dequantised(torch.float32)
+    assert 0.015 < weights.std() < 0.03
+    assert len(weights.unique()) == 15
+
+
 def test_a_packed_projection_of_another_shape_is_named(tmp_path: Path) -> None:
     checkpoints.write(checkpoints.phi3(), tmp_path)
     edit_weights(tmp_path, lambda w: w.update({"model.layers.0.self_attn.qkv_proj.weight": torch.zeros(96, 32)}))
@@ -219,7 +258,7 @@ BAD_WEIGHTS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "broadcastable": (put("model.norm.weight", torch.zeros(1)), r"model.norm.weight in .* has shape \[1\]"),
     "quantised": (
         put("model.norm.weight", torch.zeros(32, dtype=torch.int8)),
-        "model.norm.weight in .* is stored as I8; quantised weights are not supported",
+        "model.norm.weight in .* is stored as I8; weights quantised like that are not supported",
     ),
 }
 

@@ -37,6 +37,7 @@ from triton_ops.kv.view import KVView
 from triton_ops.linear.ordered_linear import ordered_linear
 from triton_ops.linear.split_k_linear import split_k_linear
 from triton_ops.moe.moe import moe
+from triton_ops.moe.mxfp4 import GROUP, Mxfp4
 from triton_ops.moe.topk_softmax import topk_softmax
 from triton_ops.norms.layer_norm import add_layer_norm, layer_norm
 from triton_ops.norms.rms_norm import add_rms_norm, rms_norm, rms_norm_add
@@ -489,7 +490,9 @@ def _ordered_cases() -> Iterator[KernelCase]:
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """`num_tokens` tokens that choose `top_k` of the experts each; `has_bias`: as gpt-oss has them."""
+    """`num_tokens` tokens that choose `top_k` of the experts each; `has_bias` and `is_mxfp4` as
+    gpt-oss has them.
+    """
 
     num_tokens: int
     num_experts: int
@@ -498,10 +501,18 @@ class ExpertShape:
     inner_size: int
     dtype: torch.dtype
     has_bias: bool = False
+    is_mxfp4: bool = False
 
     def __str__(self) -> str:
         sizes = f"{self.top_k} of {self.num_experts} experts, {self.hidden_size} x {self.inner_size}"
-        return f"{self.num_tokens} tokens, {sizes}, {SHORT_NAMES[self.dtype]}{', bias' * self.has_bias}"
+        own = ", bias" * self.has_bias + ", MXFP4" * self.is_mxfp4
+        return f"{self.num_tokens} tokens, {sizes}, {SHORT_NAMES[self.dtype]}{own}"
+
+    def _matrices(self, size: int, inner: int) -> Tensor | Mxfp4:
+        shape = self.num_experts, size, inner // GROUP
+        if self.is_mxfp4:
+            return Mxfp4(*(torch.empty(sizes, dtype=torch.uint8) for sizes in ((*shape, GROUP // 2), shape)))
+        return torch.empty(self.num_experts, size, inner, dtype=self.dtype)
 
     def moe(self) -> None:
         empty = partial(torch.empty, dtype=self.dtype)
@@ -516,8 +527,8 @@ class ExpertShape:
             empty(self.num_tokens, self.hidden_size),
             torch.empty(self.num_tokens, self.top_k),
             torch.arange(self.top_k).repeat(self.num_tokens, 1),
-            empty(self.num_experts, 2 * self.inner_size, self.hidden_size),
-            empty(self.num_experts, self.hidden_size, self.inner_size),
+            self._matrices(2 * self.inner_size, self.hidden_size),
+            self._matrices(self.hidden_size, self.inner_size),
             **own,
             impl="triton",
         )
@@ -530,9 +541,15 @@ class ExpertShape:
 def _expert_cases() -> Iterator[KernelCase]:
     """Mixtral's experts, Qwen3-MoE's, gpt-oss', and some whose sizes are multiples of nothing."""
     for dtype in SHORT_NAMES:
-        for sizes in ((8, 2, 4096, 14_336), (128, 8, 2048, 768), (32, 4, 2880, 2880), (5, 3, 40, 24)):
+        for *sizes, is_mxfp4 in (
+            (8, 2, 4096, 14_336, False),
+            (128, 8, 2048, 768, False),
+            (32, 4, 2880, 2880, False),
+            (32, 4, 2880, 2880, True),
+            (5, 3, 40, 24, False),
+        ):
             for num_tokens in (1, 64, 256, 512, 4096):
-                shape = ExpertShape(num_tokens, *sizes, dtype, has_bias=sizes[0] in (32, 5))
+                shape = ExpertShape(num_tokens, *sizes, dtype, has_bias=sizes[0] in (32, 5), is_mxfp4=is_mxfp4)
                 few = dtype == torch.bfloat16 and (num_tokens, sizes[0]) in ((4096, 8), (64, 128), (64, 32))
                 # A tile takes about as many rows as an expert has.
                 many_rows = num_tokens * shape.top_k >= 64 * shape.num_experts

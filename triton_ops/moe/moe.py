@@ -13,19 +13,21 @@ from triton_ops.activations.elementwise import row_and_columns
 from triton_ops.activations.silu_and_mul import silu_and_mul
 from triton_ops.implementation import Impl, cdiv, next_power_of_2, runs_triton, tl, triton
 from triton_ops.linear.ordered_linear import ordered_linear
+from triton_ops.moe.mxfp4 import GROUP, Mxfp4, dequantised_tile
 from triton_ops.tuning import ELEMENTWISE, expert_config, expert_rows
 
 # From gate | up `[..., 2 * size]` to `[..., size]`, with `deterministic` and `impl` as `silu_and_mul` has them.
 Activation = Callable[..., Tensor]
-_Matrices = tuple[Tensor, Tensor | None]  # of all experts, and their biases
+Matrices = Tensor | Mxfp4
+_Weights = tuple[Matrices, Tensor | None]  # of all experts, and their biases
 
 
 def moe(
     x: Tensor,
     weights: Tensor,
     experts: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Matrices,
+    down: Matrices,
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
@@ -39,8 +41,9 @@ def moe(
         x: `[num_tokens, hidden_size]`, any float dtype.
         weights: float32 `[num_tokens, top_k]`.
         experts: int64 `[num_tokens, top_k]`, each below `num_experts`, no two of a token's the same.
-        gate_up: `[num_experts, 2 * intermediate_size, hidden_size]` in x's dtype: gate over up.
-        down: `[num_experts, hidden_size, intermediate_size]` in x's dtype.
+        gate_up: `[num_experts, 2 * intermediate_size, hidden_size]` in x's dtype or MXFP4: gate over up.
+        down: `[num_experts, hidden_size, intermediate_size]`, likewise. MXFP4 has the bits of the same matrices
+            dequantised to x's dtype; all matrices never are at once.
         gate_up_bias, down_bias: `[num_experts, 2 * intermediate_size]` and `[num_experts, hidden_size]` in x's
             dtype, added before a product is rounded; None: none.
         activation: of gate | up, in both forms; SwiGLU's by default.
@@ -69,8 +72,8 @@ def moe_reference(
     x: Tensor,
     weights: Tensor,
     experts: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Matrices,
+    down: Matrices,
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
@@ -79,8 +82,8 @@ def moe_reference(
     """What `moe` means, in float64: token by token, and for each the sum over its experts."""
     x, out = x.double(), torch.zeros_like(x, dtype=torch.float64)
 
-    def product(row: Tensor, matrices: Tensor, biases: Tensor | None, expert: int) -> Tensor:
-        result = matrices[expert].double() @ row
+    def product(row: Tensor, matrices: Matrices, biases: Tensor | None, expert: int) -> Tensor:
+        result = _matrix(matrices, expert, torch.float64).double() @ row
         return result if biases is None else result + biases[expert].double()
 
     for token, (row, chosen) in enumerate(zip(weights.tolist(), experts.tolist(), strict=True)):
@@ -94,7 +97,7 @@ def _moe_fast_cpu(
     x: Tensor,
     weights: Tensor,
     experts: Tensor,
-    matrices: tuple[_Matrices, _Matrices],
+    matrices: tuple[_Weights, _Weights],
     activation: Activation,
     deterministic: bool,
 ) -> Tensor:
@@ -108,14 +111,19 @@ def _moe_fast_cpu(
     for expert, chosen in enumerate(torch.split(order, counts.tolist())):
         if chosen.shape[0] == 0:
             continue
-        gated = product(x[chosen // top_k], gate_up[expert], _of(gate_up_bias, expert))
+        gated = product(x[chosen // top_k], _matrix(gate_up, expert, x.dtype), _of(gate_up_bias, expert))
         activated = activation(gated, deterministic=deterministic, impl="torch")
-        parts[chosen] = product(activated, down[expert], _of(down_bias, expert))
+        parts[chosen] = product(activated, _matrix(down, expert, x.dtype), _of(down_bias, expert))
     # One choice after the other: a token's sum does not depend on which of its experts came first.
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for part, weight in zip(parts.view(-1, top_k, x.shape[1]).unbind(1), weights.unbind(1), strict=True):
         out += part.float() * weight.unsqueeze(1)
     return out.to(x.dtype)
+
+
+def _matrix(matrices: Matrices, expert: int, dtype: torch.dtype) -> Tensor:
+    matrix = matrices[expert]
+    return matrix.dequantised(dtype) if isinstance(matrix, Mxfp4) else matrix
 
 
 def _of(biases: Tensor | None, expert: int) -> Tensor | None:
@@ -126,7 +134,7 @@ def _launch(
     x: Tensor,
     weights: Tensor,
     experts: Tensor,
-    matrices: tuple[_Matrices, _Matrices],
+    matrices: tuple[_Weights, _Weights],
     activation: Activation,
 ) -> Tensor:
     (gate_up, gate_up_bias), (down, down_bias) = matrices
@@ -140,8 +148,9 @@ def _launch(
     ):
         if given is not None and (given.shape != shape or not given.is_contiguous()):
             raise ValueError(f"{name} must be contiguous {[*shape]}, but is {[*given.shape]}")
-    if not x.dtype == gate_up.dtype == down.dtype:
-        raise ValueError(f"x, gate_up and down are {x.dtype}, {gate_up.dtype} and {down.dtype}")
+    dtypes = [x.dtype if isinstance(given, Mxfp4) else given.dtype for given in (gate_up, down)]
+    if dtypes != [x.dtype] * 2:
+        raise ValueError(f"x, gate_up and down are {x.dtype}, {dtypes[0]} and {dtypes[1]}")
     x, weights = x.contiguous(), weights.contiguous()
     chosen = experts.flatten()
     out = torch.empty_like(x)
@@ -149,7 +158,8 @@ def _launch(
         return out
 
     # An expert's rows, each of them a token and one of its choices, are cut into tiles.
-    tile_rows = expert_rows(chosen.shape[0], num_experts, x.dtype)
+    mxfp4 = isinstance(gate_up, Mxfp4) or isinstance(down, Mxfp4)
+    tile_rows = expert_rows(chosen.shape[0], num_experts, x.dtype, mxfp4=mxfp4)
     order = chosen.argsort(stable=True)
     counts = torch.zeros(num_experts, dtype=torch.int64, device=x.device)
     counts.scatter_add_(0, chosen, torch.ones_like(chosen))
@@ -157,16 +167,18 @@ def _launch(
     tile_ends = ((counts + tile_rows - 1) // tile_rows).cumsum(0)
     max_tiles = min(chosen.shape[0], num_experts) + chosen.shape[0] // tile_rows
 
-    def product(a: Tensor, matrices: Tensor, biases: Tensor | None, rows_of_a: int, *, to_order: bool) -> Tensor:
+    def product(a: Tensor, matrices: Matrices, biases: Tensor | None, rows_of_a: int, *, to_order: bool) -> Tensor:
         """Each row, in the order of experts, times its expert's matrix, plus its bias. A row of `a` is read
         `rows_of_a` times.
         """
         _, size, inner = matrices.shape
         result = torch.empty(chosen.shape[0], size, dtype=a.dtype, device=a.device)
         config = expert_config(tile_rows, size, inner, a.dtype)
+        numbers, scales = (matrices.blocks, matrices.scales) if isinstance(matrices, Mxfp4) else (matrices, None)
         _expert_product_kernel[(max_tiles * cdiv(size, config.columns),)](
             a,
-            matrices,
+            numbers,
+            scales,
             biases,
             result,
             order,
@@ -175,6 +187,7 @@ def _launch(
             CHOICES=rows_of_a,
             TO_ORDER=to_order,
             HAS_BIAS=biases is not None,
+            GROUP=0 if scales is None else GROUP,
             NUM_EXPERTS=num_experts,
             EXPERT_BLOCK=next_power_of_2(num_experts),
             SIZE=size,
@@ -200,6 +213,7 @@ def _launch(
 def _expert_product_kernel(
     a_ptr,
     matrices_ptr,
+    scales_ptr,
     biases_ptr,
     out_ptr,
     order_ptr,
@@ -208,6 +222,7 @@ def _expert_product_kernel(
     CHOICES: tl.constexpr,
     TO_ORDER: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    GROUP: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     EXPERT_BLOCK: tl.constexpr,
     SIZE: tl.constexpr,
@@ -218,6 +233,8 @@ def _expert_product_kernel(
 ):
     """Rows of `a [..., INNER]` times their experts' `[SIZE, INNER]`, transposed, plus their biases `[SIZE]`. A
     program computes a tile of one expert.
+
+    Matrices are MXFP4 with scales for GROUP elements each, or dense without scales if GROUP is 0.
 
     Row r in the order of experts is row `order[r]` in the order of tokens. If CHOICES is above 0, row
     `order[r] // CHOICES` of `a` is read, otherwise row r. If TO_ORDER, row `order[r]` is written, otherwise row r.
@@ -242,17 +259,29 @@ def _expert_product_kernel(
         is_column = column < SIZE
         depth = tl.arange(0, DEPTH)
         a = a_ptr + a_row[:, None] * INNER + depth[None, :]
-        b = (
-            matrices_ptr
-            + expert.to(tl.int64) * SIZE * INNER
-            + column[None, :].to(tl.int64) * INNER
-            + depth[:, None]
-        )
+        if GROUP > 0:
+            group = tl.arange(0, DEPTH // GROUP)
+            nth_group = (expert.to(tl.int64) * SIZE + column)[:, None] * (INNER // GROUP) + group[None, :]
+            scales = scales_ptr + nth_group
+            b = matrices_ptr + nth_group[:, :, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, None, :]
+        else:
+            b = (
+                matrices_ptr
+                + expert.to(tl.int64) * SIZE * INNER
+                + column[None, :].to(tl.int64) * INNER
+                + depth[:, None]
+            )
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, INNER, DEPTH):
             is_inner = start + depth < INNER
             left = tl.load(a + start, mask=is_row[:, None] & is_inner[None, :], other=0.0)
-            right = tl.load(b + start, mask=is_inner[:, None] & is_column[None, :], other=0.0)
+            if GROUP > 0:
+                is_group = is_column[:, None] & (start + group * GROUP < INNER)[None, :]
+                blocks = tl.load(b + start // 2, mask=is_group[:, :, None], other=0)
+                scale = tl.load(scales + start // GROUP, mask=is_group, other=0)
+                right = tl.trans(dequantised_tile(blocks, scale, left.dtype))
+            else:
+                right = tl.load(b + start, mask=is_inner[:, None] & is_column[None, :], other=0.0)
             total = tl.dot(left, right, total, input_precision="ieee")
         if HAS_BIAS:
             bias = tl.load(biases_ptr + expert * SIZE + column, mask=is_column, other=0.0)
