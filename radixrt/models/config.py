@@ -220,6 +220,8 @@ def _read_common(source: Any) -> dict[str, Any]:
 
     if optional("use_bidirectional_attention", None):
         raise ModelError("use_bidirectional_attention is not supported")
+    # Quantised checkpoints hold the rest in bfloat16.
+    usual_dtype = torch.bfloat16 if getattr(source, "quantization_config", None) else torch.float32
     num_layers, trained_length = source.num_hidden_layers, source.max_position_embeddings
     window = optional("sliding_window", None)
     types = optional("layer_types", None) or [None] * num_layers
@@ -264,9 +266,7 @@ def _read_common(source: Any) -> dict[str, Any]:
         "attention_bias": optional("attention_bias", False),
         "mlp_bias": optional("mlp_bias", False),
         "initializer_range": source.initializer_range,
-        # What is not quantised in such checkpoints is in bfloat16.
-        "dtype": source.dtype
-        or (torch.bfloat16 if getattr(source, "quantization_config", None) else torch.float32),
+        "dtype": source.dtype or usual_dtype,
         "bos_token_id": source.bos_token_id,
     }
 

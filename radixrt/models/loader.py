@@ -285,8 +285,8 @@ def _check_fits(skeleton: Decoder, config: ModelConfig, device: torch.device) ->
 
 
 def _fill_randomly(model: Decoder, std: float, seed: int) -> None:
-    """Make norms neutral, and fill all other weights from one long cycle of normal numbers, mean 0 and `std`; those
-    in MXFP4 with all codes alike, and one scale.
+    """Make norms neutral, and fill all other weights from one long cycle of normal numbers, mean 0 and `std`;
+    those in MXFP4 with codes that are all alike often, and one scale.
     """
     for module in model.modules():
         if isinstance(module, RMSNorm):

@@ -62,8 +62,8 @@ def scale_of(std: float) -> int:
 
 @triton.jit
 def dequantised_tile(blocks, scales, dtype: tl.constexpr):
-    """The matrix `[columns, groups * GROUP]` of `blocks` uint8 `[columns, groups, BYTES]` and `scales` uint8 `[columns,
-    groups]`, in `dtype`.
+    """The matrix `[columns, groups * GROUP]` in `dtype` of `blocks` uint8 `[columns, groups, BYTES]` and `scales`
+    uint8 `[columns, groups]`.
 
     A code s e e m becomes the float16 with these bits at the ends of its fields, which is 2^14 times too small.
     """
