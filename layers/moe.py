@@ -26,7 +26,8 @@ class Mxfp4Matrices(nn.Module):
         self.blocks = placement.parameter(*groups, BYTES, dtype=torch.uint8)
         self.scales = placement.parameter(*groups, dtype=torch.uint8)
 
-    def forward(self) -> Mxfp4:
+    @property
+    def value(self) -> Mxfp4:
         """As `moe` takes them."""
         return Mxfp4(self.blocks, self.scales)
 
@@ -102,7 +103,7 @@ class SparseMoE(Layer):
 
 
 def _matrices(stack: nn.Parameter | Mxfp4Matrices) -> Matrices:
-    return stack if isinstance(stack, nn.Parameter) else stack()
+    return stack if isinstance(stack, nn.Parameter) else stack.value
 
 
 def _parameters(stack: nn.Parameter | Mxfp4Matrices) -> dict[str, nn.Parameter]:

@@ -159,7 +159,7 @@ def test_dummy_weights_in_mxfp4(tmp_path: Path) -> None:
     model, _ = load_model(tmp_path, load_format="dummy", seed=1)
     again, _ = load_model(tmp_path, load_format="dummy", seed=1)
     assert_same_weights(dict(model.checkpoint_tensors()), dict(again.checkpoint_tensors()))
-    weights = model.blocks[0].feed_forward.gate_up().dequantised(torch.float32)
+    weights = model.blocks[0].feed_forward.gate_up.value.dequantised(torch.float32)
     assert 0.015 < weights.std() < 0.03
     assert len(weights.unique()) == 15
 
