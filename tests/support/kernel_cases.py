@@ -553,7 +553,7 @@ def _expert_cases() -> Iterator[KernelCase]:
                 shown = (64, 4096) if is_mxfp4 else {8: (4096,), 128: (64,)}.get(sizes[0], ())
                 few = dtype == torch.bfloat16 and num_tokens in shown
                 # A tile takes about as many rows as an expert has.
-                many_rows = num_tokens * shape.top_k >= 64 * shape.num_experts
+                many_rows = is_mxfp4 or num_tokens * shape.top_k >= 64 * shape.num_experts
                 wgmma = many_rows and dtype != torch.float32 and shape.hidden_size >= 64
                 yield KernelCase(moe, str(shape), shape.moe, few, wgmma)
                 for renormalize in (False, True):

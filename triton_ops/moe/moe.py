@@ -42,8 +42,8 @@ def moe(
         weights: float32 `[num_tokens, top_k]`.
         experts: int64 `[num_tokens, top_k]`, each below `num_experts`, no two of a token's the same.
         gate_up: `[num_experts, 2 * intermediate_size, hidden_size]` in x's dtype or MXFP4: gate over up.
-        down: `[num_experts, hidden_size, intermediate_size]`, likewise. MXFP4 has the bits of the same matrices
-            dequantised to x's dtype; all matrices never are at once.
+        down: `[num_experts, hidden_size, intermediate_size]`, likewise. Results of MXFP4 are those of the same
+            matrices dequantised to x's dtype, which all of them never are at once.
         gate_up_bias, down_bias: `[num_experts, 2 * intermediate_size]` and `[num_experts, hidden_size]` in x's
             dtype, added before a product is rounded; None: none.
         activation: of gate | up, in both forms; SwiGLU's by default.
@@ -240,7 +240,8 @@ def _expert_product_kernel(
     `order[r] // CHOICES` of `a` is read, otherwise row r. If TO_ORDER, row `order[r]` is written, otherwise row r.
 
     A sum over INNER is one chain in ascending order, of single elements in float32 and of groups of 16 otherwise,
-    whatever ROWS and COLUMNS are: the bits of a row do not depend on its tile.
+    whatever ROWS and COLUMNS are: the bits of a row do not depend on its tile. (Before Hopper, the groups of MXFP4
+    are of elements that lie apart, of the same ones in all tiles: see `expert_rows`.)
     """
     num_columns: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
     tile = tl.program_id(0) // num_columns

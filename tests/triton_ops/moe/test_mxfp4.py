@@ -93,6 +93,24 @@ def test_the_bits_of_dequantised_experts(
     torch.testing.assert_close(packed.double(), exact, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 60, 300, 2000, 6000])
+def test_the_shape_of_gpt_oss(num_tokens: int, kernel_device: torch.device) -> None:
+    """Tiles of 64 rows and of 128 beside those of 16 and more that dense matrices have."""
+    num_experts, hidden, inner, dtype = 32, 2880, 2880, torch.bfloat16
+    x = random(num_tokens, hidden, dtype=dtype, device=kernel_device)
+    logits = random(num_tokens, num_experts, dtype=dtype, device=kernel_device, seed=1)
+    weights, experts = topk_softmax(logits, 4, renormalize=True)
+    gate_up = random_mxfp4(num_experts, 2 * inner, hidden, device=kernel_device, seed=2)
+    down = random_mxfp4(num_experts, hidden, inner, device=kernel_device, seed=3)
+    packed = moe(x, weights, experts, gate_up, down, activation=clamped_swiglu, impl="triton")
+    matrices = gate_up.dequantised(dtype), down.dequantised(dtype)
+    dense = moe(x, weights, experts, *matrices, activation=clamped_swiglu, impl="triton")
+    assert torch.equal(packed, dense)
+    expected = moe(x, weights, experts, *matrices, activation=clamped_swiglu, impl="torch")
+    assert (packed - expected).float().norm() < 1e-2 * expected.float().norm()
+
+
 @pytest.mark.parametrize("scales", [(0, 30), (100, 150), (220, 241)])
 def test_scales_far_from_one(scales: tuple[int, int], kernel_device: torch.device) -> None:
     """A row with a single 1 reads a column of the matrices: products are exact."""
