@@ -23,9 +23,9 @@ class Placement:
     impl: Impl = "auto"
     deterministic: bool = False
 
-    def parameter(self, *shape: int) -> nn.Parameter:
-        """An uninitialised weight."""
-        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+    def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """An uninitialised weight, in a dtype of its own if one is given."""
+        return nn.Parameter(torch.empty(shape, dtype=dtype or self.dtype, device=self.device), requires_grad=False)
 
 
 class Layer(nn.Module):

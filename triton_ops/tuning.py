@@ -326,9 +326,14 @@ class ExpertConfig:
     num_stages: int = 3
 
 
-def expert_rows(num_choices: int, num_experts: int, dtype: torch.dtype) -> int:
+def expert_rows(num_choices: int, num_experts: int, dtype: torch.dtype, *, mxfp4: bool = False) -> int:
     """The rows of a tile, about as many as an expert has: `num_choices` are the rows of all experts."""
-    return min(_largest_expert_tile(dtype), max(16, next_power_of_2(cdiv(num_choices, num_experts))))
+    rows = max(16, next_power_of_2(cdiv(num_choices, num_experts)))
+    if mxfp4:
+        # To be unpacked to float32, matrices need registers of their own. In 16 bits, Triton would group the sums
+        # of smaller tiles otherwise than Hopper's warpgroups do, whose product takes less time than to unpack.
+        rows = min(32, rows) if dtype == torch.float32 else max(64, rows)
+    return min(_largest_expert_tile(dtype), rows)
 
 
 def expert_config(rows: int, size: int, inner: int, dtype: torch.dtype) -> ExpertConfig:

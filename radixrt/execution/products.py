@@ -73,7 +73,7 @@ def compare_all(decoder: Decoder, limits: PassLimits, max_scored_at_once: int) -
             layer.product.table = tables[key]
         for attention in {layer.scoring.window is None: layer for layer in _attention_layers(decoder)}.values():
             _check_attention(decoder, attention)
-        experts = {layer.down.shape: layer for layer in decoder.modules() if isinstance(layer, SparseMoE)}
+        experts = {layer.shape: layer for layer in decoder.modules() if isinstance(layer, SparseMoE)}
         for layer in experts.values():
             _check_experts(layer, tokens if on_gpu else MAX_ROWS_ON_CPU)
     except ValueError as error:
@@ -85,10 +85,10 @@ def compare_all(decoder: Decoder, limits: PassLimits, max_scored_at_once: int) -
 
 def _check_experts(layer: SparseMoE, max_rows: int) -> None:
     """Raise ValueError unless the bits of a row are the same beside any number of rows."""
-    weight = layer.down
+    weight, (_, hidden_size, inner_size) = layer.router.weight, layer.shape
     counts = [*takewhile(lambda count: count <= max_rows, EXPERT_ROWS)]
     generator = torch.Generator(weight.device).manual_seed(0)
-    x = torch.randn(counts[-1], weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
+    x = torch.randn(counts[-1], hidden_size, generator=generator, device=weight.device).to(weight.dtype)
 
     def computed(rows: Tensor) -> Tensor:
         result: Tensor = layer(rows)
@@ -100,8 +100,8 @@ def _check_experts(layer: SparseMoE, max_rows: int) -> None:
         same_bits(computed(x[:count]), expected[:count]) for count in counts
     ):
         raise ValueError(
-            f"in experts of {weight.dtype} with weights {[*weight.shape[1:]]} on {weight.device}, the bits of a "
-            "row depend on the rows beside it"
+            f"in experts of {weight.dtype} with weights {[hidden_size, inner_size]} on {weight.device}, the bits "
+            "of a row depend on the rows beside it"
         )
 
 

@@ -103,6 +103,7 @@ class ModelConfig:
         try:
             whole = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
             source = _text_config(whole, architecture, raw)
+            cls.check_quantization(getattr(source, "quantization_config", None))
             config = cls(
                 **_read_common(source),
                 **cls.read_family(source),
@@ -120,6 +121,12 @@ class ModelConfig:
     def read_family(cls, source: Any) -> dict[str, Any]:
         """Read the fields that a derived class adds from transformers' config object. Raises ModelError."""
         return {}
+
+    @classmethod
+    def check_quantization(cls, quantization: Any) -> None:
+        """Raise ModelError if the weights are quantised in a way that the family does not read."""
+        if quantization is not None:
+            raise ModelError("quantised weights are not supported, but config.json holds a quantization_config")
 
     def check(self) -> None:
         """Raise ModelError if the fields describe no model that can be built."""
@@ -211,10 +218,10 @@ def _read_common(source: Any) -> dict[str, Any]:
     def optional(name: str, default: Any) -> Any:
         return getattr(source, name) if name in known else default
 
-    if getattr(source, "quantization_config", None) is not None:
-        raise ModelError("quantised weights are not supported, but config.json holds a quantization_config")
     if optional("use_bidirectional_attention", None):
         raise ModelError("use_bidirectional_attention is not supported")
+    # Quantised checkpoints hold the rest in bfloat16.
+    usual_dtype = torch.bfloat16 if getattr(source, "quantization_config", None) else torch.float32
     num_layers, trained_length = source.num_hidden_layers, source.max_position_embeddings
     window = optional("sliding_window", None)
     types = optional("layer_types", None) or [None] * num_layers
@@ -259,7 +266,7 @@ def _read_common(source: Any) -> dict[str, Any]:
         "attention_bias": optional("attention_bias", False),
         "mlp_bias": optional("mlp_bias", False),
         "initializer_range": source.initializer_range,
-        "dtype": source.dtype or torch.float32,
+        "dtype": source.dtype or usual_dtype,
         "bos_token_id": source.bos_token_id,
     }
 

@@ -13,6 +13,7 @@ from itertools import islice
 from types import MappingProxyType
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from layers.input_metadata import InputMetadata
@@ -50,6 +51,7 @@ class Attention(nn.Module):
         packed_as: the name of the q, k and v projections where a checkpoint stores them as one.
         scale: factor on the scores; None: `head_dim ** -0.5`.
         softcap: of the scores; None: they are not capped.
+        sinks: whether each head has a learned logit without a value: see `Scoring`.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Attention(nn.Module):
         packed_as: str | None = None,
         scale: float | None = None,
         softcap: float | None = None,
+        sinks: bool = False,
         placement: Placement,
     ) -> None:
         super().__init__()
@@ -88,7 +91,8 @@ class Attention(nn.Module):
         if q_norm is not None and k_norm is not None and self.norms_each_head:
             norm = HeadNorm(q_norm.weight, k_norm.weight, q_norm.eps, q_norm.offset)
         scale = self.head_dim**-0.5 if scale is None else scale
-        scoring = Scoring(scale, softcap, config.attention[layer_id].window)
+        self.sinks = placement.parameter(config.num_heads, dtype=torch.float32) if sinks else None
+        scoring = Scoring(scale, softcap, config.attention[layer_id].window, self.sinks)
         self.attention = RadixAttention(
             layer_id,
             scoring,
@@ -116,6 +120,8 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             yield from self.q_norm.checkpoint_tensors(f"{name}.q_norm")
             yield from self.k_norm.checkpoint_tensors(f"{name}.k_norm")
+        if self.sinks is not None:
+            yield f"{name}.sinks", self.sinks
 
 
 class FeedForward(nn.Module):

@@ -46,6 +46,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Glm4ForCausalLM": Family("GLM-4", "radixrt.models.glm", "Glm4", "GLM-4 and GLM-Z1 9B, 32B (0414)"),
         "GraniteForCausalLM": Family("Granite", "radixrt.models.granite", "Granite", "Granite 3 2B, 8B"),
         "SeedOssForCausalLM": Family("Seed-OSS", "radixrt.models.qwen", "Qwen2", "Seed-OSS 36B"),
+        "GptOssForCausalLM": Family("gpt-oss", "radixrt.models.gpt_oss", "GptOss", "gpt-oss 20b, 120b"),
         "Gemma2ForCausalLM": Family("Gemma 2", "radixrt.models.gemma", "Gemma2", "Gemma 2 2B, 9B, 27B"),
         "Gemma3ForCausalLM": Family("Gemma 3", "radixrt.models.gemma", "Gemma3", "Gemma 3 270M, 1B (text)"),
         "Gemma3ForConditionalGeneration": Family(

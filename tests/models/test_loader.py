@@ -103,6 +103,67 @@ def test_experts_may_be_stored_stacked(family: str, tmp_path: Path) -> None:
         load_model(stacked)
 
 
+def test_gate_and_up_in_turns_are_put_apart(tmp_path: Path) -> None:
+    """Of gpt-oss, which stores its experts stacked and transposed, and sinks in the weights' dtype."""
+    stored = checkpoints.gpt_oss().bfloat16()
+    checkpoints.write(stored, tmp_path)
+    model, _ = load_model(tmp_path, dtype="bfloat16")
+    attention, experts = model.blocks[1].attention, model.blocks[1].feed_forward
+    theirs = stored.model.layers[1]
+    assert torch.equal(attention.sinks, theirs.self_attn.sinks.float())
+    assert attention.attention.scoring.sinks is attention.sinks
+    for ours, own in (
+        (experts.gate_up, theirs.mlp.experts.gate_up_proj.mT),
+        (experts.gate_up_bias, theirs.mlp.experts.gate_up_proj_bias),
+    ):
+        assert torch.equal(ours, torch.cat((own[:, 0::2], own[:, 1::2]), 1))
+    assert torch.equal(experts.down, theirs.mlp.experts.down_proj.mT)
+    assert torch.equal(experts.down_bias, theirs.mlp.experts.down_proj_bias)
+    assert torch.equal(experts.router.bias, theirs.mlp.router.bias)
+    edit_weights(tmp_path, lambda w: w.update({"model.layers.1.mlp.experts.down_proj": torch.zeros(6, 32, 20)}))
+    with pytest.raises(ModelError, match=r"experts.0.down_proj.weight .* shape \[20, 32\]; .* \[32, 20\]"):
+        load_model(tmp_path)
+
+
+def test_mxfp4_stays_as_it_is_stored(tmp_path: Path) -> None:
+    """Rows of gate and up are put apart, and nothing else is done to them."""
+    reference = checkpoints.gpt_oss_in_mxfp4()
+    checkpoints.write(reference, tmp_path, max_shard_size="20KB")
+    for dtype in ("float32", "bfloat16"):
+        model, config = load_model(tmp_path, dtype=dtype)
+        experts = model.blocks[1].feed_forward
+        stored = {
+            name.rpartition(".")[2]: value for name, value in reference.packed.items() if "layers.1." in name
+        }
+        for part in ("blocks", "scales"):
+            own = stored[f"gate_up_proj_{part}"]
+            ours = experts.gate_up.get_parameter(part)
+            assert ours.dtype == torch.uint8
+            assert torch.equal(ours, torch.cat((own[:, 0::2], own[:, 1::2]), 1))
+            assert torch.equal(experts.down.get_parameter(part), stored[f"down_proj_{part}"])
+    assert config.dtype == torch.bfloat16, "as config.json names none"
+    edit_json(tmp_path / "config.json", quantization_config={"quant_method": "awq"})
+    with pytest.raises(ModelError, match="weights quantised by 'awq' are not supported; 'mxfp4' is"):
+        load_model(tmp_path)
+    edit_json(tmp_path / "config.json", quantization_config=None)
+    with pytest.raises(ModelError, match=r"down_proj.bias|missing: .*down_proj.weight"):
+        load_model(tmp_path)
+    edit_json(tmp_path / "config.json", quantization_config={"quant_method": "mxfp4"}, intermediate_size=20)
+    with pytest.raises(ModelError, match="intermediate_size is 20; in MXFP4 it must be a multiple of 32"):
+        load_model(tmp_path)
+
+
+def test_dummy_weights_in_mxfp4(tmp_path: Path) -> None:
+    checkpoints.write(checkpoints.gpt_oss_in_mxfp4(), tmp_path)
+    edit_json(tmp_path / "config.json", initializer_range=0.02)
+    model, _ = load_model(tmp_path, load_format="dummy", seed=1)
+    again, _ = load_model(tmp_path, load_format="dummy", seed=1)
+    assert_same_weights(dict(model.checkpoint_tensors()), dict(again.checkpoint_tensors()))
+    weights = model.blocks[0].feed_forward.gate_up.value.dequantised(torch.float32)
+    assert 0.015 < weights.std() < 0.03
+    assert len(weights.unique()) == 15
+
+
 def test_a_packed_projection_of_another_shape_is_named(tmp_path: Path) -> None:
     checkpoints.write(checkpoints.phi3(), tmp_path)
     edit_weights(tmp_path, lambda w: w.update({"model.layers.0.self_attn.qkv_proj.weight": torch.zeros(96, 32)}))
@@ -197,7 +258,7 @@ BAD_WEIGHTS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "broadcastable": (put("model.norm.weight", torch.zeros(1)), r"model.norm.weight in .* has shape \[1\]"),
     "quantised": (
         put("model.norm.weight", torch.zeros(32, dtype=torch.int8)),
-        "model.norm.weight in .* is stored as I8; quantised weights are not supported",
+        "model.norm.weight in .* is stored as I8; weights quantised like that are not supported",
     ),
 }
 
@@ -651,6 +712,7 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
     ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers has 1 entries, but the model has 2 layers"),
     ("mixtral", {"hidden_act": "gelu"}, "experts with hidden_act 'gelu' are not supported; 'silu' is"),
+    ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0; 7.0 alone is supported"),
     ("qwen3_moe", {"num_experts_per_tok": 7}, "num_experts_per_tok is 7; it must be 1 to 6"),
 ]
 

@@ -62,6 +62,11 @@ MODELS: dict[str, Callable[[], Any]] = {
     "gemma3": checkpoints.gemma3,
     "mixtral": checkpoints.mixtral,
     "qwen3-moe": checkpoints.qwen3_moe,
+    "gpt-oss": checkpoints.gpt_oss,
+    "gpt-oss without groups and windows": partial(
+        checkpoints.gpt_oss, num_key_value_heads=6, layer_types=["full_attention"] * 2
+    ),
+    "gpt-oss in MXFP4": checkpoints.gpt_oss_in_mxfp4,
     "gemma3, the text of a model with images": checkpoints.gemma3_with_images,
     "mistral, the text of a model with images": checkpoints.mistral_with_images,
     "qwen2.5-vl, text": checkpoints.qwen2_vl,

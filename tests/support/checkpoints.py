@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -16,6 +18,8 @@ from transformers import (
     GenerationConfig,
     Glm4Config,
     Glm4ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -47,6 +51,7 @@ from transformers import (
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 VOCAB_SIZE = 101
 
@@ -203,6 +208,43 @@ def qwen3_moe(seed: int = 0, **changes: Any) -> Qwen3MoeForCausalLM:
     return _build(Qwen3MoeForCausalLM, Qwen3MoeConfig, seed, {**own, **changes})
 
 
+def gpt_oss(seed: int = 0, **changes: Any) -> GptOssForCausalLM:
+    """Its first layer has a window. Biases of the experts bring many of their gates beyond the clamp."""
+    own = {
+        "head_dim": 16,
+        "num_attention_heads": 6,
+        "intermediate_size": 20,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "sliding_window": WINDOW,
+        "rope_parameters": {**YARN_ROPE, "truncate": False},
+    }
+    model = _build(GptOssForCausalLM, GptOssConfig, seed, {**own, **changes})
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.sinks.uniform_(-2.0, 4.0)
+            layer.mlp.experts.gate_up_proj_bias.normal_(std=6.0)
+            layer.mlp.experts.down_proj_bias.normal_(std=0.3)
+            layer.mlp.router.weight.normal_(std=0.5)
+    return model
+
+
+def gpt_oss_in_mxfp4(seed: int = 0, **changes: Any) -> GptOssForCausalLM:
+    """Its experts' weights are what `packed` means: the tensors that `write` stores in their places."""
+    model = gpt_oss(seed, **{"intermediate_size": 64, **changes})
+    generator, packed = torch.Generator().manual_seed(seed), {}
+    for name, weight in model.named_parameters():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            num_experts, depth, columns = weight.shape
+            groups = num_experts, columns, depth // 32
+            blocks = torch.randint(256, (*groups, 16), dtype=torch.uint8, generator=generator)
+            scales = torch.randint(121, 126, groups, dtype=torch.uint8, generator=generator)
+            weight.data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    model.packed = packed
+    return model
+
+
 # Of one small layer, which is never used.
 _VISION = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
 _VISION_SIZES = {"hidden_size": 16, "intermediate_size": 16}
@@ -281,4 +323,27 @@ def write(
     if eos is not None:
         model.generation_config = GenerationConfig(eos_token_id=eos)
     model.save_pretrained(folder, max_shard_size=max_shard_size, **options)
+    if packed := getattr(model, "packed", None):
+        _store_packed(folder, packed)
     return folder
+
+
+def _store_packed(folder: Path, packed: dict[str, torch.Tensor]) -> None:
+    """Put tensors into a checkpoint, in place of those that they are read as."""
+    replaced = {name.rpartition("_")[0] for name in packed}
+    kept = {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+        if name not in replaced
+    }
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    save_file(kept, folder / "model-00001-of-00002.safetensors")
+    save_file(packed, folder / "model-00002-of-00002.safetensors")
+    places = {name: file.name for file in folder.glob("*.safetensors") for name in load_file(file)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    config = json.loads((folder / "config.json").read_text())
+    del config["dtype"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from radixrt.execution.attention.flat import KernelShape
 from tests.support.attention_cases import plan_extends
+from triton_ops.activations.clamped_swiglu import clamped_swiglu
 from triton_ops.activations.gelu_and_mul import gelu_and_mul
 from triton_ops.activations.gelu_fast import gelu_fast
 from triton_ops.activations.gelu_new import gelu_new
@@ -36,6 +37,7 @@ from triton_ops.kv.view import KVView
 from triton_ops.linear.ordered_linear import ordered_linear
 from triton_ops.linear.split_k_linear import split_k_linear
 from triton_ops.moe.moe import moe
+from triton_ops.moe.mxfp4 import GROUP, Mxfp4
 from triton_ops.moe.topk_softmax import topk_softmax
 from triton_ops.norms.layer_norm import add_layer_norm, layer_norm
 from triton_ops.norms.rms_norm import add_rms_norm, rms_norm, rms_norm_add
@@ -376,6 +378,7 @@ def _row_cases(shape: tuple[int, int], dtype: torch.dtype, few: bool) -> Iterato
     yield case(layer_norm, biased, eps=1e-5)
     yield case(add_layer_norm, added_biased, eps=1e-5)
     yield case(silu_and_mul, gate_up)
+    yield case(clamped_swiglu, gate_up)
     yield case(gelu_and_mul, gate_up, approximate="none")
     yield case(gelu_and_mul, gate_up, approximate="tanh")
     yield case(gelu_new, row)
@@ -487,7 +490,9 @@ def _ordered_cases() -> Iterator[KernelCase]:
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """`num_tokens` tokens that choose `top_k` of the experts each."""
+    """`num_tokens` tokens that choose `top_k` of the experts each; `has_bias` and `is_mxfp4` as
+    gpt-oss has them.
+    """
 
     num_tokens: int
     num_experts: int
@@ -495,19 +500,36 @@ class ExpertShape:
     hidden_size: int
     inner_size: int
     dtype: torch.dtype
+    has_bias: bool = False
+    is_mxfp4: bool = False
 
     def __str__(self) -> str:
         sizes = f"{self.top_k} of {self.num_experts} experts, {self.hidden_size} x {self.inner_size}"
-        return f"{self.num_tokens} tokens, {sizes}, {SHORT_NAMES[self.dtype]}"
+        own = ", bias" * self.has_bias + ", MXFP4" * self.is_mxfp4
+        return f"{self.num_tokens} tokens, {sizes}, {SHORT_NAMES[self.dtype]}{own}"
+
+    def _matrices(self, size: int, inner: int) -> Tensor | Mxfp4:
+        shape = self.num_experts, size, inner // GROUP
+        if self.is_mxfp4:
+            return Mxfp4(*(torch.empty(sizes, dtype=torch.uint8) for sizes in ((*shape, GROUP // 2), shape)))
+        return torch.empty(self.num_experts, size, inner, dtype=self.dtype)
 
     def moe(self) -> None:
         empty = partial(torch.empty, dtype=self.dtype)
+        own: dict[str, Any] = {}
+        if self.has_bias:
+            own = {
+                "gate_up_bias": empty(self.num_experts, 2 * self.inner_size),
+                "down_bias": empty(self.num_experts, self.hidden_size),
+                "activation": clamped_swiglu,
+            }
         moe(
             empty(self.num_tokens, self.hidden_size),
             torch.empty(self.num_tokens, self.top_k),
             torch.arange(self.top_k).repeat(self.num_tokens, 1),
-            empty(self.num_experts, 2 * self.inner_size, self.hidden_size),
-            empty(self.num_experts, self.hidden_size, self.inner_size),
+            self._matrices(2 * self.inner_size, self.hidden_size),
+            self._matrices(self.hidden_size, self.inner_size),
+            **own,
             impl="triton",
         )
 
@@ -517,14 +539,21 @@ class ExpertShape:
 
 
 def _expert_cases() -> Iterator[KernelCase]:
-    """Mixtral's experts, Qwen3-MoE's, and some whose sizes are multiples of nothing."""
+    """Mixtral's experts, Qwen3-MoE's, gpt-oss', and some whose sizes are multiples of nothing."""
     for dtype in SHORT_NAMES:
-        for sizes in ((8, 2, 4096, 14_336), (128, 8, 2048, 768), (5, 3, 40, 24)):
+        for *sizes, is_mxfp4 in (
+            (8, 2, 4096, 14_336, False),
+            (128, 8, 2048, 768, False),
+            (32, 4, 2880, 2880, False),
+            (32, 4, 2880, 2880, True),
+            (5, 3, 40, 24, False),
+        ):
             for num_tokens in (1, 64, 256, 512, 4096):
-                shape = ExpertShape(num_tokens, *sizes, dtype)
-                few = dtype == torch.bfloat16 and (num_tokens, sizes[0]) in ((4096, 8), (64, 128))
+                shape = ExpertShape(num_tokens, *sizes, dtype, has_bias=sizes[0] in (32, 5), is_mxfp4=is_mxfp4)
+                shown = (64, 4096) if is_mxfp4 else {8: (4096,), 128: (64,)}.get(sizes[0], ())
+                few = dtype == torch.bfloat16 and num_tokens in shown
                 # A tile takes about as many rows as an expert has.
-                many_rows = num_tokens * shape.top_k >= 64 * shape.num_experts
+                many_rows = is_mxfp4 or num_tokens * shape.top_k >= 64 * shape.num_experts
                 wgmma = many_rows and dtype != torch.float32 and shape.hidden_size >= 64
                 yield KernelCase(moe, str(shape), shape.moe, few, wgmma)
                 for renormalize in (False, True):

@@ -21,6 +21,7 @@ from torch.nn.functional import embedding, silu
 
 from layers.products import revealing_inputs
 from tests.support.row_bits import COUNTS, ROWS, differing_counts, threads
+from triton_ops.activations.clamped_swiglu import clamped_swiglu
 from triton_ops.activations.gelu_and_mul import gelu_and_mul
 from triton_ops.activations.silu_and_mul import silu_and_mul
 from triton_ops.attention.soft_cap import soft_cap
@@ -72,6 +73,7 @@ def rows_cases(random: Random) -> Iterator[Case]:
             with_before = partial(add_rms_norm, **norm, before=weight)
             yield f"add_rms_norm before {size} {offset}", with_before, (x, residual)
         yield f"silu {size}", partial(silu_and_mul, deterministic=True), (gated,)
+        yield f"clamped swiglu {size}", partial(clamped_swiglu, deterministic=True), (gated,)
         for kind in ("none", "tanh"):
             gelu = partial(gelu_and_mul, approximate=kind, deterministic=True)
             yield f"gelu {kind} {size}", gelu, (gated,)

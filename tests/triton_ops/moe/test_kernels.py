@@ -11,6 +11,7 @@ from torch import Tensor
 from layers.products import revealing_inputs
 from tests.support.interpreter import require_interpreter
 from tests.support.row_bits import ROWS, differing_counts
+from triton_ops.activations.clamped_swiglu import clamped_swiglu
 from triton_ops.moe.moe import moe
 from triton_ops.moe.topk_softmax import topk_softmax
 
@@ -97,6 +98,24 @@ def test_moe(
     torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "hidden", "inner"), [(9, 48, 24), (40, 20, 12), (100, 200, 144)])
+def test_biases_and_another_activation(
+    num_tokens: int, hidden: int, inner: int, dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    make = partial(random, dtype=dtype, device=kernel_device)
+    weights, experts = topk_softmax(make(num_tokens, 3, seed=1), 2, renormalize=True)
+    gate_up = make(3, 2 * inner, hidden, seed=2) / hidden**0.5
+    down = make(3, hidden, inner, seed=3) / inner**0.5
+    biases = {"gate_up_bias": make(3, 2 * inner, seed=4), "down_bias": make(3, hidden, seed=5)}
+    given = (make(num_tokens, hidden), weights, experts, gate_up, down)
+    out, expected = (
+        moe(*given, **biases, activation=clamped_swiglu, impl=impl)  # type: ignore[arg-type]
+        for impl in ("triton", "torch")
+    )
+    torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
 def test_experts_without_tokens_are_not_read(kernel_device: torch.device) -> None:
     make = partial(random, dtype=torch.float32, device=kernel_device)
     x, experts = make(3, 16), torch.tensor([[1], [3], [1]], device=kernel_device)
@@ -133,6 +152,8 @@ def test_experts_of_other_shapes_are_refused(kernel_device: torch.device) -> Non
         tensors = dict(zip(("x", "gate_up", "down"), wrong, strict=True))
         with pytest.raises(ValueError, match=message):
             moe(**tensors, weights=weights, experts=experts, impl="triton")
+    with pytest.raises(ValueError, match=r"down_bias must be contiguous \[3, 16\], but is \[16\]"):
+        moe(x, weights, experts, gate_up, down, down_bias=make(16), impl="triton")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

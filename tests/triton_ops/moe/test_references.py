@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from triton_ops.activations.clamped_swiglu import clamped_swiglu
 from triton_ops.moe.moe import moe, moe_reference
 from triton_ops.moe.topk_softmax import topk_softmax
 
@@ -28,6 +29,19 @@ def test_moe(dtype: torch.dtype, num_tokens: int, num_experts: int, top_k: int) 
     out = moe(x, weights, experts, gate_up, down)
     assert out.dtype == dtype
     expected = moe_reference(x, weights, experts, gate_up, down)
+    torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_biases_and_another_activation(dtype: torch.dtype, deterministic: bool) -> None:
+    x = random(9, 16, dtype=dtype)
+    weights, experts = topk_softmax(random(9, 5, seed=1), 2, renormalize=True)
+    gate_up = random(5, 24, 16, dtype=dtype, seed=2) / 4
+    down = random(5, 16, 12, dtype=dtype, seed=3) / 4
+    biases = {"gate_up_bias": random(5, 24, dtype=dtype, seed=4), "down_bias": random(5, 16, dtype=dtype, seed=5)}
+    out = moe(x, weights, experts, gate_up, down, **biases, activation=clamped_swiglu, deterministic=deterministic)
+    expected = moe_reference(x, weights, experts, gate_up, down, **biases, activation=clamped_swiglu)
     torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
