@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from layers.linear import Linear
+from layers.place import Place
 from layers.placement import Layer, Placement
+from layers.quantization import plain_places
 from triton_ops.moe.moe import moe
 from triton_ops.moe.topk_softmax import topk_softmax
 
@@ -35,7 +37,8 @@ class SparseMoE(Layer):
         super().__init__()
         self.top_k, self.renormalize = top_k, renormalize
         self.names, self.impl, self.deterministic = names, placement.impl, placement.deterministic
-        self.router = Linear(hidden_size, num_experts, bias=False, placement=placement)
+        self.quantization = placement.quantization
+        self.router = Linear(hidden_size, num_experts, bias=False, placement=placement.unquantised())
         self.gate_up = placement.parameter(num_experts, 2 * intermediate_size, hidden_size)
         self.down = placement.parameter(num_experts, hidden_size, intermediate_size)
 
@@ -44,9 +47,9 @@ class SparseMoE(Layer):
         weights, experts = topk_softmax(self.router(x), self.top_k, renormalize=self.renormalize, impl=self.impl)
         return moe(x, weights, experts, self.gate_up, self.down, deterministic=self.deterministic, impl=self.impl)
 
-    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """As `Layer.checkpoint_tensors`, of the router, then expert by expert."""
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
+        """As `Layer.checkpoint_tensors`, of the router, then expert by expert: held in the model's dtype."""
         yield from self.router.checkpoint_tensors(f"{name}.gate")
         for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
             for part, tensor in zip(self.names, (*gate_up.chunk(2), down), strict=True):
-                yield f"{name}.experts.{expert}.{part}.weight", tensor
+                yield from plain_places(f"{name}.experts.{expert}.{part}", tensor, self.quantization)

@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-import layers.linear
+import layers.weight
 import radixrt
 from radixrt.bench.catalogue import GROUPS
 from radixrt.bench.kernels import elementwise, kv_copy, linear, run, sampling
@@ -359,7 +359,7 @@ def test_linear_cases(parts: int, monkeypatch: pytest.MonkeyPatch, kernel_device
     """With the kernels themselves, and where the product is not cut."""
     config = SplitKConfig(16, 16, 2, 32) if parts > 1 else None
     monkeypatch.setattr(linear, "DTYPE", torch.float16)
-    monkeypatch.setattr(layers.linear, "split_k_config", lambda *_: config)
+    monkeypatch.setattr(layers.weight, "split_k_config", lambda *_: config)
     added: list[int] = []
 
     def recorded(x: Tensor, *arguments: Any, **options: Any) -> Any:
