@@ -90,7 +90,7 @@ def load_model(
         )
     # Nothing of any size is made before all names, shapes and sizes are known to be right.
     quantized = _quantization(config, quantization, is_dummy=files is None)
-    holds_e4m3 = quantized is not None and _multiplies_e4m3(impl, device)
+    holds_e4m3 = quantized is not None and multiplies_e4m3(impl, device)
     weight_dtype = _resolve_dtype(dtype, config, device)
     placement = Placement(weight_dtype, device, impl, deterministic, quantized, holds_e4m3)
     if deterministic and holds_e4m3:
@@ -224,7 +224,7 @@ def _quantization(config: ModelConfig, asked: str | None, *, is_dummy: bool) -> 
     return Quantization(Scales.BLOCK if by_blocks else Scales.ROW)
 
 
-def _multiplies_e4m3(impl: Impl, device: torch.device) -> bool:
+def multiplies_e4m3(impl: Impl, device: torch.device) -> bool:
     """Whether kernels run on the device, and it has products of e4m3."""
     return runs_triton(impl, device) and gpu_of(device).capability >= FIRST_CAPABILITY
 
