@@ -70,14 +70,13 @@ def weights_of(model: Decoder) -> list[Weight]:
 # --- held in e4m3 ---
 
 
-@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
-def holding(request: pytest.FixtureRequest) -> dict[str, Any]:
+@pytest.fixture
+def holding(device: torch.device) -> dict[str, Any]:
     """Options of `load_model` with which weights are held in e4m3, in float32 besides."""
-    if request.param == "interpreter":
+    if device.type == "cpu":
         require_interpreter()
     elif torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no products of e4m3")
-    device = "cuda" if request.param == "cuda" else "cpu"
     return {"impl": "triton", "device": device, "dtype": "float32"}
 
 
@@ -103,14 +102,13 @@ def test_held_weights_are_multiplied_as_they_are_stored(
     """As transformers' of the same rounded weights and inputs; a rounding may fall otherwise here and there."""
     make, form = MODELS[name]
     scales = FORMATS[form][0]
-    reference = write(make(), tmp_path, form).to(holding["device"])
+    reference = write(make(), tmp_path, form)
     model, config = load_model(tmp_path, **holding)
     assert all(weight.values.dtype == E4M3 and weight.scale is not None for weight in weights_of(model))
     ids = prompt(9, 1)
-    with torch.device(holding["device"]):
-        plain = dense(reference, ids)
-        quantise_inputs(reference, scales)
-        expected, (ours,) = dense(reference, ids), Session(model, config).run((1, ids, 0))
+    plain = dense(reference, ids)
+    quantise_inputs(reference, scales)
+    expected, (ours,) = dense(reference, ids), Session(model, config).run((1, ids, 0))
     off, rounding = (ours - expected).norm(), (plain - expected).norm()
     assert off < rounding / 4, (off, rounding)
 
@@ -122,7 +120,7 @@ def test_parts_that_blocks_do_not_divide_are_dequantised(tmp_path: Path, holding
     attention = model.blocks[0].attention
     assert attention.qkv.weight.values.dtype == torch.float32
     assert attention.output.weight.values.dtype == E4M3
-    expected, _ = load_model(tmp_path, device=holding["device"])
+    expected, _ = load_model(tmp_path, **{**holding, "impl": "torch"})
     assert torch.equal(attention.qkv.weight.values, expected.blocks[0].attention.qkv.weight.values)
 
 
@@ -242,7 +240,8 @@ def test_layers_that_a_checkpoint_leaves_as_they_are(tmp_path: Path, holding: di
     ignored = compressed_config(ignore=["lm_head", "re:.*layers\\.0\\.mlp.*"])
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": ignored}))
     ids = prompt(20, 1)
-    assert_close(logits(*load_model(tmp_path), ids), dense(reference, ids), atol=1e-4)
+    plain = load_model(tmp_path, **{**holding, "impl": "torch"})
+    assert_close(logits(*plain, ids), dense(reference, ids), atol=1e-4)
     with pytest.raises(ModelError, match=r"leaves 3 layers as they are .* model.layers.0.mlp.gate_proj.*quantiz"):
         load_model(tmp_path, **holding)
 

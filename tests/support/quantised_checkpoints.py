@@ -75,7 +75,7 @@ def write(model: Any, folder: Path, form: str, *, plain: str | None = None) -> A
         stored[name] = codes
         stored[f"{match[1]}.{scale_name}"] = scale.unsqueeze(1) if scales is Scales.ROW else scale
         if config.get("activation_scheme") == "static":
-            stored[f"{match[1]}.input_scale"] = torch.tensor(0.5)
+            stored[f"{match[1]}.input_scale"] = torch.tensor(0.5, device="cpu")
     save_file(weights, folder / "model.safetensors")
     reference = type(model).from_pretrained(folder, dtype=torch.float32).eval()
     save_file(stored, folder / "model.safetensors")
