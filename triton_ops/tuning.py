@@ -315,7 +315,7 @@ def ordered_linear_config(gpu: GPU, num_rows: int, num_columns: int, dtype: torc
 @dataclass(frozen=True)
 class E4M3LinearConfig:
     """A program computes `rows` of x times `columns` of the output, 128 elements of the sum a step; `columns` are
-    64 or 128, so that a block of weights has all of them.
+    a power of two up to 128, so that a block of weights has all of them.
     """
 
     rows: int
@@ -326,11 +326,16 @@ class E4M3LinearConfig:
 
 @lru_cache(maxsize=4096)
 def e4m3_linear_config(gpu: GPU, num_rows: int, num_columns: int) -> E4M3LinearConfig:
-    """For a product of e4m3. Not measured: small tiles where larger ones would leave multiprocessors idle."""
+    """For a product of e4m3. Not measured: small tiles where larger ones would leave multiprocessors idle, and for
+    few rows more loads under way.
+    """
     _check_vendor(gpu)
     rows = min(128, max(16, next_power_of_2(num_rows)))
-    if rows <= 32 or cdiv(num_rows, rows) * cdiv(num_columns, 128) < gpu.num_sms:
-        return E4M3LinearConfig(min(rows, 64), 64, 4, 4)
+    if rows <= 32:
+        columns = 32 if cdiv(num_columns, 64) < gpu.num_sms else 64
+        return E4M3LinearConfig(rows, columns, 8 if rows == 16 else 6, 4)
+    if cdiv(num_rows, rows) * cdiv(num_columns, 128) < gpu.num_sms:
+        return E4M3LinearConfig(64, 64, 6, 4)
     return E4M3LinearConfig(rows, 128, 3, 8)
 
 

@@ -493,6 +493,7 @@ def _e4m3_cases() -> Iterator[KernelCase]:
         for num_rows, blocks, dtype in product((1, 32, 64, 4096), (False, True), SHORT_NAMES):
             name = f"{num_rows} x {num_columns} x {depth}, {SHORT_NAMES[dtype]}{', blocks' * blocks}"
             few = dtype == torch.bfloat16 and (num_columns, num_rows, blocks) in (
+                (4096, 1, True),
                 (4096, 64, True),
                 (28_672, 1, True),
                 (28_672, 4096, True),
@@ -503,7 +504,8 @@ def _e4m3_cases() -> Iterator[KernelCase]:
             bias = torch.empty(num_columns, dtype=dtype) if num_columns == 100 else None
             x, weight = torch.empty(num_rows, depth, dtype=dtype), torch.empty(num_columns, depth, dtype=E4M3)
             call = partial(e4m3_linear, x, weight, scale, bias, impl="triton")
-            yield KernelCase(e4m3_linear, name, call, few, depth > 80, FIRST_CAPABILITY)
+            wgmma = num_rows > 32 or num_columns == 28_672
+            yield KernelCase(e4m3_linear, name, call, few, wgmma, FIRST_CAPABILITY)
             call = partial(quantise_rows, x, groups=blocks, impl="triton")
             yield KernelCase(quantise_rows, name, call, few, min_capability=FIRST_CAPABILITY)
 

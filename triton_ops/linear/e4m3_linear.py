@@ -256,9 +256,11 @@ def _scaled_product_kernel(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A program computes a tile, whose columns are of one block. The weight's tile is the first operand, as a
-    wgmma takes it, also of few rows. Programs that follow each other read the same weights.
+    """A program computes a tile, whose columns are of one block. Of the weight's tile, 64 columns or more are the
+    first operand, as a wgmma takes them; fewer are the second one. Programs that follow each other read the same
+    weights.
     """
+    weight_first: tl.constexpr = COLUMNS >= 64
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     first_column = tl.program_id(1) * COLUMNS
     column = (first_column + tl.arange(0, COLUMNS))[:, None].to(tl.int64)
@@ -267,25 +269,29 @@ def _scaled_product_kernel(
     xs = x_ptr + row * depth + inner
     weights = weight_ptr + column * depth + inner
     num_groups = (depth + 127) // 128
-    x_row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[None, :].to(tl.int64)
-    x_scales = x_scale_ptr + x_row * (num_groups if BY_BLOCKS else 1)
+    x_scales = x_scale_ptr + row * (num_groups if BY_BLOCKS else 1)
     scales = scale_ptr + first_column // 128 * num_groups
-    total = tl.zeros((COLUMNS, ROWS), tl.float32)
+    x_scale_mask = is_row
+    if weight_first:
+        x_scales, x_scale_mask = tl.trans(x_scales), tl.trans(is_row)
+    total = tl.zeros((COLUMNS, ROWS) if weight_first else (ROWS, COLUMNS), tl.float32)
     for group in tl.range(0, num_groups, num_stages=STAGES):
         start = group * 128
         x_mask = is_row if WHOLE_STEPS else is_row & (start + inner < depth)
         weight_mask = is_column if WHOLE_STEPS else is_column & (start + inner < depth)
         weight = tl.load(weights + start, mask=weight_mask, other=0.0)
         x = tl.load(xs + start, mask=x_mask, other=0.0)
-        part = tl.dot(weight, tl.trans(x))
+        part = tl.dot(weight, tl.trans(x)) if weight_first else tl.dot(x, tl.trans(weight))
         if BY_BLOCKS:
-            part *= tl.load(x_scales + group, mask=x_row < num_rows, other=0.0) * tl.load(scales + group)
+            part *= tl.load(x_scales + group, mask=x_scale_mask, other=0.0) * tl.load(scales + group)
         total += part
     if not BY_BLOCKS:
-        total *= tl.load(x_scales, mask=x_row < num_rows, other=0.0)
-        total *= tl.load(scale_ptr + column, mask=is_column, other=0.0)
-    total = tl.trans(total)
+        total *= tl.load(x_scales, mask=x_scale_mask, other=0.0)
+    if weight_first:
+        total = tl.trans(total)
     column, is_column = tl.trans(column), tl.trans(is_column)
+    if not BY_BLOCKS:
+        total *= tl.load(scale_ptr + column, mask=is_column, other=0.0)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)
     out = out_ptr + row * num_columns + column
