@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from layers.linear import Linear
+from layers.place import Place
 from layers.placement import Layer, Placement
+from layers.quantization import plain_places
 from triton_ops.activations.silu_and_mul import silu_and_mul
 from triton_ops.moe.moe import Activation, Matrices, moe
 from triton_ops.moe.mxfp4 import BYTES, GROUP, Mxfp4
@@ -57,8 +59,9 @@ class SparseMoE(Layer):
         super().__init__()
         self.top_k, self.renormalize, self.activation = top_k, renormalize, activation
         self.names, self.impl, self.deterministic = names, placement.impl, placement.deterministic
+        self.quantization = placement.quantization
         self.shape = num_experts, hidden_size, intermediate_size
-        self.router = Linear(hidden_size, num_experts, bias=bias, placement=placement)
+        self.router = Linear(hidden_size, num_experts, bias=bias, placement=placement.unquantised())
         self.gate_up, self.down = (
             Mxfp4Matrices(*shape, placement) if mxfp4 else placement.parameter(*shape)
             for shape in (
@@ -85,13 +88,17 @@ class SparseMoE(Layer):
             impl=self.impl,
         )
 
-    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """As `Layer.checkpoint_tensors`, of the router, then expert by expert."""
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
+        """As `Layer.checkpoint_tensors`, of the router, then expert by expert: held in the model's dtype."""
         yield from self.router.checkpoint_tensors(f"{name}.gate")
         for kind, stacks in self._stacks():
             for expert, (gate_up, down) in enumerate(zip(*stacks, strict=True)):
                 for part, tensor in zip(self.names, (*gate_up.chunk(2), down), strict=True):
-                    yield f"{name}.experts.{expert}.{part}.{kind}", tensor
+                    own = f"{name}.experts.{expert}.{part}"
+                    if kind == "weight":
+                        yield from plain_places(own, tensor, self.quantization)
+                    else:
+                        yield f"{own}.{kind}", tensor
 
     def _stacks(self) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
         """Of gate | up and of down, what all experts have, by its name in a checkpoint."""

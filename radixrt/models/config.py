@@ -7,17 +7,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig
 
+from layers.quantization import Quantization
 from layers.rotary import RopeParameters
 from radixrt.checks import check_int
 from radixrt.errors import ModelError, ParameterError
 from radixrt.models.families import text_models_of
+from radixrt.models.quantization import read_quantization
 from radixrt.models.rope import longest_context, read_rope
 from radixrt.sampling_params import SamplingParams
 
@@ -62,7 +64,7 @@ class ModelConfig:
 
     `attention` has an entry a layer. `dtype` is the checkpoint's own (float32 if unnamed). `context_length` is the
     longest sequence that positions exist for, `max_context_length` the longest that the rope's scaling allows.
-    `eos_token_ids`, sorted, end an answer.
+    `eos_token_ids`, sorted, end an answer. `quantization` is the checkpoint's own.
 
     A family with fields of its own derives a class that adds them and overrides `read_family`.
     """
@@ -87,6 +89,7 @@ class ModelConfig:
     dtype: torch.dtype
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    quantization: Quantization | None = field(default=None, kw_only=True)
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self:
@@ -97,18 +100,19 @@ class ModelConfig:
         """
         architecture = read_architecture(folder)
         raw = read_json(folder / "config.json")
-        for part in (raw, raw.get("text_config")):
-            if isinstance(part, dict):
-                check_sizes(part)
+        parts = [part for part in (raw, raw.get("text_config")) if isinstance(part, dict)]
+        for part in parts:
+            check_sizes(part)
+        quantizations = [cls.read_quantization(part.get("quantization_config")) for part in parts]
         try:
             whole = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
             source = _text_config(whole, architecture, raw)
-            cls.check_quantization(getattr(source, "quantization_config", None))
             config = cls(
                 **_read_common(source),
                 **cls.read_family(source),
                 architecture=architecture,
                 eos_token_ids=_end_tokens(folder, source.eos_token_id),
+                quantization=next((found for found in quantizations if found is not None), None),
             )
         except ModelError:
             raise
@@ -123,10 +127,9 @@ class ModelConfig:
         return {}
 
     @classmethod
-    def check_quantization(cls, quantization: Any) -> None:
-        """Raise ModelError if the weights are quantised in a way that the family does not read."""
-        if quantization is not None:
-            raise ModelError("quantised weights are not supported, but config.json holds a quantization_config")
+    def read_quantization(cls, given: Any) -> Quantization | None:
+        """What a `quantization_config` says of linear layers. Raises ModelError if the family does not read that."""
+        return read_quantization(given)
 
     def check(self) -> None:
         """Raise ModelError if the fields describe no model that can be built."""
@@ -202,8 +205,6 @@ def _text_config(whole: Any, architecture: str, raw: Mapping[str, Any]) -> Any:
     for name in ("bos_token_id", "eos_token_id"):
         if getattr(source, name, None) is None:
             setattr(source, name, getattr(whole, name, None))
-    if getattr(whole, "quantization_config", None) is not None:
-        source.quantization_config = whole.quantization_config
     return source
 
 

@@ -20,6 +20,7 @@ from layers.input_metadata import InputMetadata
 from layers.linear import Linear, StackedLinear
 from layers.moe import SparseMoE
 from layers.norm import RMSNorm
+from layers.place import Place
 from layers.placement import Placement
 from layers.radix_attention import KVCache, RadixAttention
 from layers.vocabulary import Embedding, LogitsHead
@@ -114,7 +115,7 @@ class Attention(nn.Module):
         out: Tensor = self.output(attended, split_k_ok=split_k_ok)
         return out
 
-    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
         yield from self.qkv.checkpoint_tensors(name)
         yield from self.output.checkpoint_tensors(f"{name}.o_proj")
         if self.q_norm is not None and self.k_norm is not None:
@@ -148,7 +149,7 @@ class FeedForward(nn.Module):
         out: Tensor = self.down(self.activation(self.gate_up(hidden)), split_k_ok=split_k_ok)
         return out
 
-    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
         yield from self.gate_up.checkpoint_tensors(name)
         yield from self.down.checkpoint_tensors(f"{name}.down_proj")
 
@@ -198,7 +199,7 @@ class Block(nn.Module):
         # The norm that comes next, of the next layer or the decoder, is of the same kind.
         return self.feed_forward(hidden, split_k_ok=self.feed_forward_norm.accepts_split_k), residual
 
-    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
         for part, stored in self.checkpoint_names.items():
             yield from getattr(self, part).checkpoint_tensors(f"{name}.{stored}")
 
@@ -299,8 +300,8 @@ class Decoder(nn.Module):
         logits: Tensor = self.head(hidden, logits_indices, out=out)
         return logits
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each tensor that a checkpoint stores: its name, and the (view of a) parameter that it fills."""
+    def checkpoint_tensors(self) -> Iterator[tuple[str, Place]]:
+        """Yield each tensor that a checkpoint stores: its name, and its place, such as a view of a parameter."""
         yield from self.embedding.checkpoint_tensors("model.embed_tokens")
         for layer_id, block in enumerate(self.blocks):
             assert isinstance(block, Block)

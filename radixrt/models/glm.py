@@ -9,10 +9,12 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from radixrt.errors import ModelError
 from radixrt.models.decoder import Attention, FeedForward
 from radixrt.models.sandwich import SandwichBlock, SandwichDecoder
 
-_ROTATED = re.compile(r".*\.self_attn\.[qk]_proj\.(weight|bias)")
+_ROTATED = re.compile(r".*\.self_attn\.[qk]_proj\.(weight|bias|weight_scale)")
+_ROTATED_BLOCKS = re.compile(r".*\.self_attn\.[qk]_proj\.weight_scale_inv")
 
 
 class Glm4Block(SandwichBlock):
@@ -46,6 +48,8 @@ class Glm4(SandwichDecoder):
         return FeedForward(self.config, packed_as="gate_up_proj", placement=self.placement)
 
     def split_stored(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        if _ROTATED_BLOCKS.fullmatch(name):
+            raise ModelError(f"tensor {name} is of blocks of rows, but these rows are loaded in another order")
         if _ROTATED.fullmatch(name) and len(tensor) % self.config.head_dim == 0:
             yield name, self._in_halves(tensor)
         else:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from layers.moe import EXPERT_NAMES, SparseMoE
 from layers.norm import RMSNorm
+from layers.quantization import Quantization
 from radixrt.errors import ModelError
 from radixrt.models.decoder import Attention, Decoder
 from radixrt.models.mixtral import MixtureConfig
@@ -28,9 +29,10 @@ class GptOssConfig(MixtureConfig):
     mxfp4: bool
 
     @classmethod
-    def check_quantization(cls, quantization: Any) -> None:
-        if quantization is not None and (method := quantization.get("quant_method")) != "mxfp4":
+    def read_quantization(cls, given: Any) -> Quantization | None:
+        if given is not None and (method := given.get("quant_method")) != "mxfp4":
             raise ModelError(f"weights quantised by {method!r} are not supported; 'mxfp4' is")
+        return None  # linear layers are not quantised
 
     @classmethod
     def read_family(cls, source: Any) -> dict[str, Any]:

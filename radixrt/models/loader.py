@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -15,7 +15,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from layers.norm import RMSNorm
+from layers.place import Place
 from layers.placement import Placement
+from layers.quantization import Quantization, Scales
 from radixrt.errors import ModelError
 from radixrt.files.model_files import unusable_file
 from radixrt.models import gguf_file
@@ -25,7 +27,8 @@ from radixrt.models.families import text_models_of
 from radixrt.models.multimodal import text_name
 from radixrt.models.registry import find_architecture
 from radixrt.models.weight_files import INDEX_FILE, StoredTensor, WeightFiles, abbreviate, num_layers_of
-from triton_ops.implementation import Impl
+from triton_ops.implementation import Impl, gpu_of, runs_triton
+from triton_ops.kv.e4m3 import E4M3, FIRST_CAPABILITY
 from triton_ops.moe.mxfp4 import scale_of
 
 LoadFormat = Literal["auto", "dummy"]
@@ -38,6 +41,7 @@ TEXT_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
 _MAY_DIFFER = ("dtype", "initializer_range", "bos_token_id", "eos_token_ids")  # in weights of the same shape
 STORED_DTYPES = ("F64", "F32", "BF16", "F16")
 PACKED_DTYPES = ("U8",)  # of tensors that stay in the bits they are stored in
+STORED_E4M3 = "F8_E4M3"
 
 # Random numbers in dummy weights before they repeat: a prime, so that rows of a matrix differ.
 DUMMY_PERIOD = 4194301
@@ -53,6 +57,7 @@ def load_model(
     seed: int = 0,
     impl: Impl = "auto",
     deterministic: bool = False,
+    quantization: Literal["fp8"] | None = None,
 ) -> tuple[Decoder, ModelConfig]:
     """Load the model in `source`, a folder or a hub id in Hugging Face format, onto `device`.
 
@@ -63,6 +68,8 @@ def load_model(
             fills the weights with random numbers that depend on `seed`, not on the device.
         impl: which implementation of the operations.
         deterministic: as in `Placement`.
+        quantization: "fp8" quantises the weights of linear layers as they are loaded, with a scale for each
+            output; a checkpoint in e4m3 is taken as it is.
 
     Raises:
         ModelError: the source cannot be used.
@@ -84,7 +91,15 @@ def load_model(
             f"but the weights have {stored_layers} layers"
         )
     # Nothing of any size is made before all names, shapes and sizes are known to be right.
-    placement = Placement(_resolve_dtype(dtype, config, device), device, impl, deterministic)
+    quantized = _quantization(config, quantization, is_dummy=files is None)
+    holds_e4m3 = quantized is not None and multiplies_e4m3(impl, device)
+    weight_dtype = _resolve_dtype(dtype, config, device)
+    placement = Placement(weight_dtype, device, impl, deterministic, quantized, holds_e4m3)
+    if deterministic and holds_e4m3:
+        raise ModelError(
+            "deterministic is True, but weights are in e4m3, whose products cannot promise equal bits; take a "
+            "checkpoint that is not quantised, without quantization='fp8', or leave deterministic out"
+        )
     if deterministic and placement.dtype == torch.float16 and device.type == "cuda":
         raise ModelError(
             "deterministic is True, but the weights are to be float16, in which attention on a GPU cannot promise "
@@ -199,9 +214,27 @@ def check_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     return resolved
 
 
+def _quantization(config: ModelConfig, asked: str | None, *, is_dummy: bool) -> Quantization | None:
+    """The checkpoint's own, or what is asked for. Random weights are quantised as they are made."""
+    if asked not in (None, "fp8"):
+        raise ModelError(f"quantization {asked!r} is unknown; 'fp8' is known")
+    if config.quantization is None:
+        return None if asked is None else Quantization(Scales.ROW)
+    if not is_dummy:
+        return config.quantization
+    by_blocks = config.quantization.scales is Scales.BLOCK
+    return Quantization(Scales.BLOCK if by_blocks else Scales.ROW)
+
+
+def multiplies_e4m3(impl: Impl, device: torch.device) -> bool:
+    """Whether kernels run on the device, and it has products of e4m3."""
+    return runs_triton(impl, device) and gpu_of(device).capability >= FIRST_CAPABILITY
+
+
 def _check_stored(model: Decoder, config: ModelConfig, files: WeightFiles, stored: list[StoredTensor]) -> None:
     """Compare the tensors that files hold with those of `model`, which may be on "meta". Raises ModelError."""
     places = dict(model.checkpoint_tensors())
+    _check_ignored(config, places)
     missing = dict(places)
     extra, found = [], set()
     for tensor in stored:
@@ -220,11 +253,7 @@ def _check_stored(model: Decoder, config: ModelConfig, files: WeightFiles, store
                     f"tensor {name} in {tensor.file} has shape {list(part.shape)}; "
                     f"config.json asks for {list(place.shape)}"
                 )
-            if tensor.dtype not in (PACKED_DTYPES if place.dtype == torch.uint8 else STORED_DTYPES):
-                raise ModelError(
-                    f"tensor {name} in {tensor.file} is stored as {tensor.dtype}; "
-                    "weights quantised like that are not supported"
-                )
+            _check_dtype_of(tensor, name, place)
     wrong = []
     if missing:
         wrong.append(f"{len(missing)} tensors are missing: {abbreviate(sorted(missing))}")
@@ -241,14 +270,49 @@ def _check_stored(model: Decoder, config: ModelConfig, files: WeightFiles, store
         )
 
 
+def _check_ignored(config: ModelConfig, names: Iterable[str]) -> None:
+    """Raise ModelError if a layer is to be held in e4m3 that the checkpoint leaves as it is."""
+    if (quantization := config.quantization) is None:
+        return
+    suffix = f".{quantization.scale_name}"
+    layers = [name.removesuffix(suffix) for name in names if name.endswith(suffix)]
+    if left := [layer for layer in layers if quantization.ignores(layer)]:
+        raise ModelError(
+            f"the quantization_config of config.json leaves {len(left)} layers as they are that are held in e4m3: "
+            f"{abbreviate(left)}; take the checkpoint that is not quantised, with quantization='fp8'"
+        )
+
+
+def _check_dtype_of(tensor: StoredTensor, name: str, place: Place) -> None:
+    """Raise ModelError unless the place takes the stored dtype."""
+    told = f"tensor {name} in {tensor.file} is stored as {tensor.dtype}"
+    if place.dtype == E4M3:
+        if tensor.dtype != STORED_E4M3:
+            raise ModelError(f"{told}; by the quantization_config of config.json it must be {STORED_E4M3}")
+    elif place.dtype == torch.uint8:
+        if tensor.dtype not in PACKED_DTYPES:
+            raise ModelError(f"{told}; by the quantization_config of config.json it must be {PACKED_DTYPES[0]}")
+    elif tensor.dtype == STORED_E4M3:
+        raise ModelError(f"{told}, but config.json has no quantization_config by which it is quantised")
+    elif tensor.dtype not in STORED_DTYPES:
+        raise ModelError(
+            f"{told}; these are supported: {', '.join(STORED_DTYPES)}, and {STORED_E4M3} for the weights of "
+            "linear layers with a quantization_config in config.json"
+        )
+
+
 def _parts(model: Decoder, config: ModelConfig, stored: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """What a stored tensor is for the model: itself, several, or nothing where it belongs to another part."""
     name = text_name(stored) if text_models_of(config.architecture) else stored
+    if tensor.dim() == 0:  # a scale of a whole tensor
+        tensor = tensor.view(1)
     return iter(()) if name is None else model.split_stored(name, tensor)
 
 
 def _is_ignored(name: str, config: ModelConfig) -> bool:
-    """Whether a stored tensor is one that older checkpoints have, and no model needs."""
+    """Whether a stored tensor is one that some checkpoints have, and no model needs."""
+    if name.endswith(".input_scale") and config.quantization is not None:
+        return True  # x is quantised by its own numbers
     return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
 
 
@@ -301,13 +365,16 @@ def _fill_randomly(model: Decoder, std: float, seed: int) -> None:
     for name, place in model.checkpoint_tensors():
         if name.endswith("norm.weight"):
             continue
+        target = place if isinstance(place, Tensor) else noise.new_empty(place.shape)
         if name.endswith(".scales"):
-            place.fill_(scale_of(std))
+            target.fill_(scale_of(std))
             continue
-        flat = place.view(-1)  # a stack's parts are whole rows: contiguous
+        flat = target.view(-1)  # a stack's parts are whole rows: contiguous
         start = 0
         while start < flat.numel():
             piece = (codes if place.dtype == torch.uint8 else noise)[offset : offset + flat.numel() - start]
             flat[start : start + piece.numel()].copy_(piece)
             start += piece.numel()
             offset = (offset + piece.numel()) % DUMMY_PERIOD
+        if target is not place:
+            place.copy_(target)

@@ -162,11 +162,10 @@ def cut_in_pieces(
         split: whether answers of one prompt may be pieces of their own; else a piece is a prompt.
     """
     found = np.maximum(np.minimum(asked.match_limits, np.maximum(shared, held)), held)
-    weights = shape.layer_weights + shape.head_weights
     running = max(1, min(limits.max_running_requests, int(asked.num_answers.sum())))
     private = asked.lengths - shared + asked.grown / 2
-    token_bytes = weights * shape.bytes_per_value / running + shape.kv_bytes * private
-    token_ops = 2.0 * weights + shape.attention_ops * (asked.lengths + asked.grown / 2)
+    token_bytes = shape.weight_bytes / running + shape.kv_bytes * private
+    token_ops = shape.weight_ops + shape.attention_ops * (asked.lengths + asked.grown / 2)
     answer = asked.grown * np.maximum(token_bytes / speed.bandwidth, token_ops / speed.flops)
     prompt = _prefill_seconds(found, asked.lengths, shape, speed)
     before = _prefill_seconds(held, found, shape, speed)
@@ -193,7 +192,5 @@ def _prefill_seconds(first: Int64Array, last: Int64Array, shape: ModelShape, spe
     """Seconds at peak speed for the tokens from `first` to `last` of each prompt, `[N]` each."""
     first, last = first.astype(np.float64), last.astype(np.float64)
     attended = (last * (last + 1) - first * (first + 1)) / 2
-    seconds: Float64Array = (
-        2.0 * shape.layer_weights * (last - first) + shape.attention_ops * attended
-    ) / speed.flops
+    seconds: Float64Array = (shape.layer_ops * (last - first) + shape.attention_ops * attended) / speed.flops
     return seconds

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layers import linear, radix_attention
+from layers import radix_attention, weight
+from layers.linear import Linear
 from layers.norm import RMSNorm
 from layers.placement import Placement
 from radixrt.models.decoder import Block, Decoder
@@ -120,8 +121,8 @@ def test_outputs_in_parts_are_those_that_a_norm_adds_up(
         shapes.append(tuple(parts.shape))
         return parts
 
-    monkeypatch.setattr(linear, "split_k_linear", recorded)
-    monkeypatch.setattr(linear, "split_k_config", lambda *_: SplitKConfig(16, 16, 2, 32))
+    monkeypatch.setattr(weight, "split_k_linear", recorded)
+    monkeypatch.setattr(weight, "split_k_config", lambda *_: SplitKConfig(16, 16, 2, 32))
     logits = passes(model, kernel_device)
     assert len(shapes) == in_parts * 4
     assert {shape[0] for shape in shapes} == ({2, 3} if in_parts else set())
@@ -148,11 +149,11 @@ def test_a_block_allows_parts_where_its_norms_add_them(norm: Callable[..., RMSNo
 
 
 def test_biased_and_referenced_outputs_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "split_k_config", lambda *_: SplitKConfig(16, 16, 2, 32))
+    monkeypatch.setattr(weight, "split_k_config", lambda *_: SplitKConfig(16, 16, 2, 32))
     x = torch.ones(3, 64)
     for bias, impl in ((True, "triton"), (False, "torch"), (False, "auto")):
         placement = Placement(torch.float32, torch.device("cpu"), impl)
-        projection = linear.Linear(64, 64, bias=bias, placement=placement)
+        projection = Linear(64, 64, bias=bias, placement=placement)
         for parameter in projection.parameters():
             parameter.fill_(0.5)
         assert torch.equal(projection(x, split_k_ok=True), torch.full((3, 64), 32.0 + 0.5 * bias))

@@ -258,7 +258,7 @@ BAD_WEIGHTS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "broadcastable": (put("model.norm.weight", torch.zeros(1)), r"model.norm.weight in .* has shape \[1\]"),
     "quantised": (
         put("model.norm.weight", torch.zeros(32, dtype=torch.int8)),
-        "model.norm.weight in .* is stored as I8; weights quantised like that are not supported",
+        "model.norm.weight in .* is stored as I8; these are supported: F64, F32, BF16, F16, and F8_E4M3 for the",
     ),
 }
 
@@ -672,7 +672,11 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
         {"hidden_act": "relu"},
         "activation 'relu' is not supported; these are: silu, gelu, gelu_pytorch_tanh",
     ),
-    ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised weights are not supported"),
+    (
+        "llama",
+        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        "quant_method 'gptq'; fp8 and compressed-tensors are supported: take the checkpoint that is not quantised",
+    ),
     (
         "llama",
         rope(rope_type="proportional"),

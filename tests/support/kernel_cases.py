@@ -34,6 +34,7 @@ from triton_ops.kv.e4m3 import E4M3, FIRST_CAPABILITY
 from triton_ops.kv.kv_copy import kv_copy
 from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, qk_norm_rope_store
 from triton_ops.kv.view import KVView
+from triton_ops.linear.e4m3_linear import e4m3_linear, quantise_rows
 from triton_ops.linear.ordered_linear import ordered_linear
 from triton_ops.linear.split_k_linear import split_k_linear
 from triton_ops.moe.moe import moe
@@ -82,6 +83,7 @@ def kernel_cases() -> Iterator[KernelCase]:
     yield from _elementwise_cases()
     yield from _linear_cases()
     yield from _ordered_cases()
+    yield from _e4m3_cases()
     yield from _expert_cases()
     yield from _sampling_cases()
     yield from _kv_copy_cases()
@@ -483,6 +485,32 @@ def _ordered_cases() -> Iterator[KernelCase]:
             bias = empty(num_columns) if has_bias else None
             call = partial(ordered_linear, empty(num_rows, depth), empty(num_columns, depth), bias, impl="triton")
             yield KernelCase(ordered_linear, name, call, few, wgmma)
+
+
+# --- projections of e4m3 ---
+
+
+def _e4m3_cases() -> Iterator[KernelCase]:
+    """Every tile, scales of rows and of blocks, whole steps and not, rows that fit a program and longer ones."""
+    for num_columns, depth in ((1024, 3072), (4096, 14_336), (28_672, 4096), (100, 80)):
+        for num_rows, blocks, dtype in product((1, 32, 64, 4096), (False, True), SHORT_NAMES):
+            name = f"{num_rows} x {num_columns} x {depth}, {SHORT_NAMES[dtype]}{', blocks' * blocks}"
+            few = dtype == torch.bfloat16 and (num_columns, num_rows, blocks) in (
+                (4096, 1, True),
+                (4096, 64, True),
+                (28_672, 1, True),
+                (28_672, 4096, True),
+                (28_672, 4096, False),
+                (100, 32, False),
+            )
+            scale = torch.empty(-(-num_columns // 128), -(-depth // 128)) if blocks else torch.empty(num_columns)
+            bias = torch.empty(num_columns, dtype=dtype) if num_columns == 100 else None
+            x, weight = torch.empty(num_rows, depth, dtype=dtype), torch.empty(num_columns, depth, dtype=E4M3)
+            call = partial(e4m3_linear, x, weight, scale, bias, impl="triton")
+            wgmma = num_rows > 32 or num_columns == 28_672
+            yield KernelCase(e4m3_linear, name, call, few, wgmma, FIRST_CAPABILITY)
+            call = partial(quantise_rows, x, groups=blocks, impl="triton")
+            yield KernelCase(quantise_rows, name, call, few, min_capability=FIRST_CAPABILITY)
 
 
 # --- experts ---
