@@ -128,7 +128,7 @@ class ModelConfig:
 
     @classmethod
     def read_quantization(cls, given: Any) -> Quantization | None:
-        """What a `quantization_config` says of linear layers. Raises ModelError if the family does not read that."""
+        """What a `quantization_config` says of linear layers. Raises ModelError for what the family does not read."""
         return read_quantization(given)
 
     def check(self) -> None:
