@@ -18,7 +18,7 @@ class SparseMoE(Layer):
     """Each token passes through the `top_k` of `num_experts` feed-forward layers that a router chooses.
 
     `renormalize` makes a token's weights sum to 1. `names` are the names of an expert's gate, up and down
-    projections in a checkpoint.
+    projections in a checkpoint. A `router` of its own is for families that override `route`.
     """
 
     def __init__(
@@ -30,19 +30,24 @@ class SparseMoE(Layer):
         *,
         renormalize: bool,
         names: Sequence[str] = EXPERT_NAMES,
+        router: Layer | None = None,
         placement: Placement,
     ) -> None:
         super().__init__()
         self.top_k, self.renormalize = top_k, renormalize
         self.names, self.impl, self.deterministic = names, placement.impl, placement.deterministic
-        self.router = Linear(hidden_size, num_experts, bias=False, placement=placement)
+        self.router = router or Linear(hidden_size, num_experts, bias=False, placement=placement)
         self.gate_up = placement.parameter(num_experts, 2 * intermediate_size, hidden_size)
         self.down = placement.parameter(num_experts, hidden_size, intermediate_size)
 
     def forward(self, x: Tensor, *, split_k_ok: bool = False) -> Tensor:
         """`x [num_tokens, hidden_size]` to the same shape; never parts, whatever `split_k_ok`."""
-        weights, experts = topk_softmax(self.router(x), self.top_k, renormalize=self.renormalize, impl=self.impl)
+        weights, experts = self.route(x)
         return moe(x, weights, experts, self.gate_up, self.down, deterministic=self.deterministic, impl=self.impl)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights float32 and experts int64 `[num_tokens, top_k]`, as `moe` takes them."""
+        return topk_softmax(self.router(x), self.top_k, renormalize=self.renormalize, impl=self.impl)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """As `Layer.checkpoint_tensors`, of the router, then expert by expert."""

@@ -44,6 +44,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Olmo2ForCausalLM": Family("OLMo 2", "radixrt.models.olmo", "Olmo2", "OLMo 2"),
         "Olmo3ForCausalLM": Family("OLMo 3", "radixrt.models.olmo", "Olmo2", "OLMo 3 7B, 32B"),
         "Glm4ForCausalLM": Family("GLM-4", "radixrt.models.glm", "Glm4", "GLM-4 and GLM-Z1 9B, 32B (0414)"),
+        "Glm4MoeForCausalLM": Family(
+            "GLM-4.5", "radixrt.models.glm_moe", "Glm4Moe", "GLM-4.5 Air, GLM-4.5, GLM-4.6, GLM-4.7"
+        ),
         "GraniteForCausalLM": Family("Granite", "radixrt.models.granite", "Granite", "Granite 3 2B, 8B"),
         "SeedOssForCausalLM": Family("Seed-OSS", "radixrt.models.qwen", "Qwen2", "Seed-OSS 36B"),
         "Gemma2ForCausalLM": Family("Gemma 2", "radixrt.models.gemma", "Gemma2", "Gemma 2 2B, 9B, 27B"),

@@ -28,7 +28,7 @@ def shape_of(config: ModelConfig) -> ModelShape:
 
     size = config.intermediate_size
     if isinstance(config, MixtureConfig):
-        size = config.top_k * config.expert_size
+        size = config.size_of_a_token
     return ModelShape(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,

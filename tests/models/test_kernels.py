@@ -63,6 +63,7 @@ def passes(model: Decoder, device: torch.device, *, e4m3: bool = False) -> Tenso
 FAMILIES = {
     "qwen3": checkpoints.qwen3,
     "qwen3-moe": checkpoints.qwen3_moe,
+    "glm4-moe": checkpoints.glm4_moe,
     "phi3, partial rotary": partial(
         checkpoints.phi3, rope_parameters={"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}
     ),

@@ -71,6 +71,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "gemma3": checkpoints.gemma3,
     "mixtral": checkpoints.mixtral,
     "qwen3-moe": checkpoints.qwen3_moe,
+    "glm4-moe": checkpoints.glm4_moe,
 }
 
 
@@ -87,7 +88,7 @@ def test_every_tensor_is_in_its_place(family: str, max_shard_size: str, tmp_path
     assert sum(tensor.numel() for tensor in ours.values()) == sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "glm4-moe"])
 def test_experts_may_be_stored_stacked(family: str, tmp_path: Path) -> None:
     """transformers writes expert by expert, as the hub has them, or the stacks that it computes with."""
     reference = FAMILIES[family]()
@@ -101,6 +102,39 @@ def test_experts_may_be_stored_stacked(family: str, tmp_path: Path) -> None:
         ModelError, match=r"experts.0.(w2|down_proj).weight .* \[32, 48\]|belong nowhere: .*experts.6"
     ):
         load_model(stacked)
+
+
+def test_layers_that_predict_tokens_ahead_are_left_out(tmp_path: Path) -> None:
+    """GLM-4.5's checkpoints hold one after the last layer; one more belongs nowhere."""
+    folder = checkpoints.write(checkpoints.glm4_moe(), tmp_path)
+    expected = loaded(folder)
+    ahead = {
+        "model.layers.3.eh_proj.weight": torch.zeros(32, 64),
+        "model.layers.3.mlp.experts.0.up_proj.weight": torch.zeros(3),
+    }
+    edit_weights(folder, lambda w: w.update(ahead))
+    assert_same_weights(loaded(folder), expected)
+    edit_weights(folder, lambda w: w.update({"model.layers.4.eh_proj.weight": torch.zeros(3)}))
+    with pytest.raises(ModelError, match=r"1 tensors belong nowhere: model.layers.4.eh_proj.weight"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_group": 4}, "n_group is 4 and topk_group 1, with 6 experts"),
+        ({"topk_group": 2}, "n_group is 1 and topk_group 2"),
+        ({"n_group": 6}, "n_group is 6, with 6 experts; a group has at least two"),
+        ({"n_group": 3}, "num_experts_per_tok is 3; the 1 groups of topk_group have 2 experts"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok is 7; it must be 1 to 6"),
+        ({"hidden_act": "gelu"}, "experts with hidden_act 'gelu'"),
+    ],
+)
+def test_routing_by_sigmoids_that_makes_no_sense(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = checkpoints.write(checkpoints.glm4_moe(), tmp_path)
+    edit_json(folder / "config.json", **changes)
+    with pytest.raises(ModelError, match=message):
+        load_model(folder)
 
 
 def test_a_packed_projection_of_another_shape_is_named(tmp_path: Path) -> None:

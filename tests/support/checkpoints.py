@@ -16,6 +16,8 @@ from transformers import (
     GenerationConfig,
     Glm4Config,
     Glm4ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -136,6 +138,29 @@ def olmo3(seed: int = 0, **changes: Any) -> Olmo3ForCausalLM:
 
 def glm4(seed: int = 0, **changes: Any) -> Glm4ForCausalLM:
     return _build(Glm4ForCausalLM, Glm4Config, seed, {"head_dim": 16, "attention_bias": True, **changes})
+
+
+def glm4_moe(seed: int = 0, **changes: Any) -> Glm4MoeForCausalLM:
+    """Its first layer is dense; the correction changes what is chosen, and the factor is another than 1."""
+    own = {
+        "head_dim": 16,
+        "num_hidden_layers": 3,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.7,
+        "norm_topk_prob": True,
+        "attention_bias": True,
+        "use_qk_norm": True,
+    }
+    model = _build(Glm4MoeForCausalLM, Glm4MoeConfig, seed, {**own, **changes})
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.3, 0.3)
+    return model
 
 
 def granite(seed: int = 0, **changes: Any) -> GraniteForCausalLM:

@@ -36,6 +36,7 @@ from triton_ops.kv.view import KVView
 from triton_ops.linear.ordered_linear import ordered_linear
 from triton_ops.linear.split_k_linear import split_k_linear
 from triton_ops.moe.moe import moe
+from triton_ops.moe.topk_sigmoid import topk_sigmoid
 from triton_ops.moe.topk_softmax import topk_softmax
 from triton_ops.norms.layer_norm import add_layer_norm, layer_norm
 from triton_ops.norms.rms_norm import add_rms_norm, rms_norm, rms_norm_add
@@ -515,6 +516,11 @@ class ExpertShape:
         logits = torch.empty(self.num_tokens, self.num_experts, dtype=self.dtype)
         topk_softmax(logits, self.top_k, renormalize=renormalize, impl="triton")
 
+    def topk_sigmoid(self, renormalize: bool) -> None:
+        logits = torch.empty(self.num_tokens, self.num_experts)
+        correction = torch.empty(self.num_experts)
+        topk_sigmoid(logits, correction, self.top_k, renormalize=renormalize, factor=2.5, impl="triton")
+
 
 def _expert_cases() -> Iterator[KernelCase]:
     """Mixtral's experts, Qwen3-MoE's, and some whose sizes are multiples of nothing."""
@@ -531,6 +537,9 @@ def _expert_cases() -> Iterator[KernelCase]:
                     name = f"{shape}, renormalize {renormalize}"
                     call = partial(shape.topk_softmax, renormalize)
                     yield KernelCase(topk_softmax, name, call, few and renormalize)
+                    if dtype == torch.bfloat16:  # its logits are float32 in any model
+                        call = partial(shape.topk_sigmoid, renormalize)
+                        yield KernelCase(topk_sigmoid, name, call, few and renormalize)
 
 
 # --- sampling ---
