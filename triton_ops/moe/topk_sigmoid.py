@@ -38,7 +38,7 @@ def topk_sigmoid(
     """
     if num_groups == 1 and runs_triton(impl, logits.device):
         return _launch(logits, correction, top_k, renormalize, factor)
-    scores = logits.float().sigmoid()
+    scores = 1.0 / (1.0 + torch.exp(-logits.float()))  # torch's sigmoid: other bits at other places, on a CPU
     choice = scores + correction
     if num_groups > 1:
         groups = choice.unflatten(-1, (num_groups, -1))
