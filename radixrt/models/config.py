@@ -192,7 +192,7 @@ def _text_config(whole: Any, architecture: str, raw: Mapping[str, Any]) -> Any:
     if source.model_type not in text_models:
         raise ModelError(
             f"the text_config of this {architecture} is of type {source.model_type!r}, which is not supported; "
-            f"{' and '.join(text_models)} is"
+            f"these are: {', '.join(text_models)}"
         )
     told = [part.get("tie_word_embeddings") for part in (raw, raw.get("text_config")) if isinstance(part, dict)]
     tied = [value for value in told if value is not None]

@@ -45,6 +45,7 @@ class Attention(nn.Module):
         config: the model's; `config.attention[layer_id]` has this layer's window.
         layer_id: counts from 0.
         cos_sin_cache: None where the layer has no positions.
+        q_factors: on rotated queries, by position: see `apply_rotary`. None: there are none.
         q_norm, k_norm: over a head, or over all heads where their size says so.
         qkv_bias, output_bias: whether the projections have biases; None: `config.attention_bias`.
         packed_as: the name of the q, k and v projections where a checkpoint stores them as one.
@@ -58,6 +59,7 @@ class Attention(nn.Module):
         layer_id: int,
         cos_sin_cache: Tensor | None,
         *,
+        q_factors: Tensor | None = None,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
         qkv_bias: bool | None = None,
@@ -93,6 +95,7 @@ class Attention(nn.Module):
             layer_id,
             scoring,
             cos_sin_cache=cos_sin_cache,
+            q_factors=q_factors,
             norm=norm,
             impl=placement.impl,
             deterministic=placement.deterministic,

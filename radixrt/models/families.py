@@ -54,8 +54,15 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Gemma3ForConditionalGeneration": Family(
             "Gemma 3", "radixrt.models.gemma", "Gemma3", "Gemma 3 4B, 12B, 27B: text", ("gemma3_text",)
         ),
+        "Ministral3ForCausalLM": Family(
+            "Ministral 3", "radixrt.models.ministral", "Ministral3", "Ministral 3 (text)"
+        ),
         "Mistral3ForConditionalGeneration": Family(
-            "Mistral", "radixrt.models.decoder", "Decoder", "Mistral Small 3.1, 3.2: text", ("mistral",)
+            "Mistral",
+            "radixrt.models.ministral",
+            "Ministral3",
+            "Mistral Small 3.1, 3.2, Ministral 3 3B, 8B, 14B: text",
+            ("mistral", "ministral3"),
         ),
         "Qwen2_5_VLForConditionalGeneration": Family(
             "Qwen2", "radixrt.models.qwen", "Qwen2", "Qwen2.5-VL: text", ("qwen2_5_vl_text",)

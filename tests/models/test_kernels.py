@@ -70,6 +70,10 @@ FAMILIES = {
     "gemma2": checkpoints.gemma2,
     "gemma3": checkpoints.gemma3,
     "olmo2": checkpoints.olmo2,
+    "ministral3, queries scaled from position 3 on": partial(
+        checkpoints.ministral3,
+        rope_parameters={**checkpoints.MINISTRAL_ROPE, "original_max_position_embeddings": 3},
+    ),
     "smollm3": checkpoints.smollm3,
 }
 

@@ -48,6 +48,10 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen2": checkpoints.qwen2,
     "mistral": checkpoints.mistral,
     "mistral without a window": partial(checkpoints.mistral, sliding_window=None),
+    "ministral3": checkpoints.ministral3,
+    "ministral3, the text of a model with images": partial(
+        checkpoints.ministral3_with_images, tie_word_embeddings=True
+    ),
     "phi3": partial(checkpoints.phi3, sliding_window=checkpoints.WINDOW),
     "phi3, partial rotary": partial(
         checkpoints.phi3, rope_parameters={"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}

@@ -22,6 +22,8 @@ from transformers import (
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     MistralConfig,
@@ -70,6 +72,7 @@ YARN_ROPE: dict[str, Any] = {
     "original_max_position_embeddings": 32,
     "beta_fast": 4.0,
 }
+MINISTRAL_ROPE = {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.7}
 # Of the four pairs of a head of 8.
 LONG_ROPE: dict[str, Any] = {
     "rope_type": "longrope",
@@ -105,6 +108,12 @@ def llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
 
 def mistral(seed: int = 0, **changes: Any) -> MistralForCausalLM:
     return _build(MistralForCausalLM, MistralConfig, seed, {"sliding_window": WINDOW, **changes})
+
+
+def ministral3(seed: int = 0, **changes: Any) -> Ministral3ForCausalLM:
+    """Queries are scaled from position 32 on, and more from position 64 on."""
+    own = {"head_dim": 16, "rope_parameters": MINISTRAL_ROPE}
+    return _build(Ministral3ForCausalLM, Ministral3Config, seed, {**own, **changes})
 
 
 def qwen2(seed: int = 0, **changes: Any) -> Qwen2ForCausalLM:
@@ -240,8 +249,15 @@ def gemma3_with_images(seed: int = 0, **changes: Any) -> Gemma3ForConditionalGen
 
 
 def mistral_with_images(seed: int = 0, **changes: Any) -> Mistral3ForConditionalGeneration:
+    return _around_mistral(mistral(seed, sliding_window=None, **changes))
+
+
+def ministral3_with_images(seed: int = 0, **changes: Any) -> Mistral3ForConditionalGeneration:
+    return _around_mistral(ministral3(seed, **changes))
+
+
+def _around_mistral(text: Any) -> Mistral3ForConditionalGeneration:
     vision = {**_VISION, **_VISION_SIZES, "model_type": "pixtral", "head_dim": 8}
-    text = mistral(seed, sliding_window=None, **changes)
     return _around(text, Mistral3ForConditionalGeneration, Mistral3Config, {"vision_config": vision})
 
 

@@ -37,6 +37,7 @@ class Rotation:
     cos_sin_cache: Tensor
     positions: Tensor
     interleaved: bool = False
+    q_factors: Tensor | None = None
 
 
 def qk_norm_rope_store(
@@ -84,7 +85,12 @@ def qk_norm_rope_store(
         new_k = rms_norm(k, norm.k_weight, norm.eps, offset=norm.offset, impl="torch")
     if rotation is not None:
         new_q, new_k = apply_rotary(
-            new_q, new_k, rotation.cos_sin_cache, rotation.positions, interleaved=rotation.interleaved
+            new_q,
+            new_k,
+            rotation.cos_sin_cache,
+            rotation.positions,
+            interleaved=rotation.interleaved,
+            q_factors=rotation.q_factors,
         )
     if new_q is not q:
         q.copy_(new_q)
@@ -161,6 +167,7 @@ def _launch(
         None if norm is None else norm.k_weight,
         None if rotation is None else rotation.cos_sin_cache,
         None if rotation is None else rotation.positions,
+        None if rotation is None else rotation.q_factors,
         kv.k_scale,
         kv.v_scale,
         num_tokens,
@@ -204,6 +211,7 @@ def _qk_norm_rope_store_kernel(
     k_weight_ptr,
     cos_sin_ptr,
     position_ptr,
+    q_factor_ptr,
     k_scale_ptr,
     v_scale_ptr,
     num_tokens,
@@ -239,6 +247,7 @@ def _qk_norm_rope_store_kernel(
             q_weight_ptr,
             cos_sin_ptr,
             position_ptr,
+            q_factor_ptr,
             token,
             token < num_tokens,
             eps,
@@ -271,6 +280,7 @@ def _qk_norm_rope_store_kernel(
                 k_weight_ptr,
                 cos_sin_ptr,
                 position_ptr,
+                None,
                 token,
                 is_live,
                 eps,
@@ -292,6 +302,7 @@ def _norm_and_rotate(
     weight_ptr,
     cos_sin_ptr,
     position_ptr,
+    factor_ptr,
     token,
     is_live,
     eps,
@@ -303,7 +314,8 @@ def _norm_and_rotate(
     REST: tl.constexpr,
     TO_FLOAT16: tl.constexpr,
 ):
-    """Norm and rotate the heads that begin at `heads [ROWS, 1]`. The result goes there and, divided by
+    """Norm and rotate the heads that begin at `heads [ROWS, 1]`; what is rotated is multiplied by the factors of
+    positions, unless they are None. The result goes there and, divided by
     `pool_scale` `[ROWS, 1]` if there is one, to `pool_heads` unless that is None.
 
     A head is held in up to three parts: the first elements of its pairs, the second ones, and the unrotated rest.
@@ -326,6 +338,10 @@ def _norm_and_rotate(
         angles = cos_sin_ptr + (position * ROTARY_DIM)[:, None] + pair
         cos = tl.load(angles, mask=is_pair, other=0.0)
         sin = tl.load(angles + ROTARY_DIM // 2, mask=is_pair, other=0.0)
+        if factor_ptr is not None:
+            factor = tl.load(factor_ptr + position, mask=is_live, other=0.0)[:, None]
+            cos *= factor
+            sin *= factor
         if weight_ptr is not None:
             square += tl.sum(first * first + second * second, axis=1, keep_dims=True)
     if REST > 0:

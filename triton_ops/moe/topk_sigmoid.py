@@ -25,8 +25,8 @@ def topk_sigmoid(
 ) -> tuple[Tensor, Tensor]:
     """The `top_k` experts of each token, the best first: weights float32 and experts int64, `[num_tokens, top_k]`.
 
-    An expert's score is the sigmoid of its logit. The choice goes by scores plus `correction`, which evens the load,
-    the first of equals before the others; weights are the scores alone, with `renormalize` divided by their
+    An expert's score is the sigmoid of its logit. The choice goes by scores plus `correction`, which evens the
+    load, the first of equals before the others; weights are the scores alone, with `renormalize` divided by their
     sum, times `factor`. With several groups of experts, side by side and of one size, the choice is among those of
     the `top_groups` whose two best experts have the greatest sum.
 

@@ -131,6 +131,27 @@ def test_groups_of_heads_with_and_without_positions(
         check_heads(lambda num_tokens=num_tokens: Heads(num_tokens, *heads, 24, **options), **steps)
 
 
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@pytest.mark.parametrize("norm", ["", "rms"])
+def test_factors_on_queries(norm: str, dtype: torch.dtype, kernel_device: torch.device) -> None:
+    """By position, on what is rotated of q alone."""
+    options: dict[str, Any] = {"dtype": dtype, "device": kernel_device}
+    off = 1e-6 if dtype == torch.float32 else 2e-2
+    for rotary_dim in (48, 20):
+        steps = steps_of(48, 9, norm=norm, rotary_dim=rotary_dim, **options)
+        factors = torch.linspace(1.0, 3.0, 50).to(kernel_device)
+        scaled = {**steps, "rotation": replace(steps["rotation"], q_factors=factors)}
+        make = partial(Heads, 9, 6, 2, 48, **options)
+        check_heads(make, **scaled)
+        plain, other = make(), make()
+        plain.run("triton", **steps)
+        other.run("triton", **scaled)
+        assert torch.equal(plain.k, other.k)
+        expected = plain.q.float()
+        expected[..., :rotary_dim] *= factors[steps["rotation"].positions.long()].view(-1, 1, 1)
+        torch.testing.assert_close(other.q.float(), expected, atol=off, rtol=off)
+
+
 @pytest.mark.parametrize("stacked", [False, True])
 def test_pools_of_another_dtype(stacked: bool, kernel_device: torch.device) -> None:
     options: dict[str, Any] = {"dtype": torch.float32, "device": kernel_device}
