@@ -48,7 +48,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             "GLM-4.5", "radixrt.models.glm_moe", "Glm4Moe", "GLM-4.5 Air, GLM-4.5, GLM-4.6, GLM-4.7"
         ),
         "GraniteForCausalLM": Family("Granite", "radixrt.models.granite", "Granite", "Granite 3 2B, 8B"),
+        "GraniteMoeHybridForCausalLM": Family(
+            "Granite 4", "radixrt.models.granite", "Granite4", "Granite 4 micro, 1B, 350M (dense)"
+        ),
         "SeedOssForCausalLM": Family("Seed-OSS", "radixrt.models.qwen", "Qwen2", "Seed-OSS 36B"),
+        "Exaone4ForCausalLM": Family("EXAONE 4", "radixrt.models.exaone", "Exaone4", "EXAONE 4.0 1.2B, 32B"),
+        "Ernie4_5ForCausalLM": Family("ERNIE 4.5", "radixrt.models.glm", "Ernie4_5", "ERNIE 4.5 0.3B (dense)"),
         "Gemma2ForCausalLM": Family("Gemma 2", "radixrt.models.gemma", "Gemma2", "Gemma 2 2B, 9B, 27B"),
         "Gemma3ForCausalLM": Family("Gemma 3", "radixrt.models.gemma", "Gemma3", "Gemma 3 270M, 1B (text)"),
         "Gemma3ForConditionalGeneration": Family(

@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 from transformers import (
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3Config,
@@ -20,6 +24,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Ministral3Config,
@@ -79,6 +85,21 @@ LONG_ROPE: dict[str, Any] = {
     "rope_theta": 10000.0,
     "short_factor": [1.0, 1.1, 1.5, 2.0],
     "long_factor": [1.0, 2.0, 5.0, 9.0],
+}
+
+# Phi-4 mini's peculiarities: three heads for one of keys, three quarters of which are rotated: six pairs of 16.
+PHI4_MINI: dict[str, Any] = {
+    "hidden_size": 48,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.75,
+        "short_factor": [1.0, 1.1, 1.5, 2.0, 2.2, 3.0],
+        "long_factor": [1.0, 2.0, 5.0, 9.0, 12.0, 15.0],
+    },
 }
 
 # Weights large enough that the context decides the next token.
@@ -172,14 +193,42 @@ def glm4_moe(seed: int = 0, **changes: Any) -> Glm4MoeForCausalLM:
     return model
 
 
+_GRANITE_FACTORS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.5,
+}
+
+
 def granite(seed: int = 0, **changes: Any) -> GraniteForCausalLM:
+    return _build(GraniteForCausalLM, GraniteConfig, seed, {**_GRANITE_FACTORS, **changes})
+
+
+def granite4(seed: int = 0, **changes: Any) -> GraniteMoeHybridForCausalLM:
+    """Of attention alone, without experts."""
     own = {
-        "embedding_multiplier": 3.0,
-        "attention_multiplier": 0.2,
-        "residual_multiplier": 0.4,
-        "logits_scaling": 2.5,
+        **_GRANITE_FACTORS,
+        "attention_multiplier": 0.5,
+        "residual_multiplier": 0.8,
+        "layer_types": ["full_attention", "full_attention"],
+        "position_embedding_type": "rope",
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 40,
+        "mamba_n_heads": 2,
     }
-    return _build(GraniteForCausalLM, GraniteConfig, seed, {**own, **changes})
+    return _build(GraniteMoeHybridForCausalLM, GraniteMoeHybridConfig, seed, {**own, **changes})
+
+
+def exaone4(seed: int = 0, **changes: Any) -> Exaone4ForCausalLM:
+    """Its first layer has a window, and positions; the second one has neither."""
+    own = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+    return _build(Exaone4ForCausalLM, Exaone4Config, seed, {**own, **changes})
+
+
+def ernie4_5(seed: int = 0, **changes: Any) -> Ernie4_5ForCausalLM:
+    return _build(Ernie4_5ForCausalLM, Ernie4_5Config, seed, {"head_dim": 16, **changes})
 
 
 def seed_oss(seed: int = 0, **changes: Any) -> SeedOssForCausalLM:

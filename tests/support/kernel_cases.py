@@ -396,7 +396,9 @@ def _head_cases(shape: tuple[int, int, int], dtype: torch.dtype) -> Iterator[Ker
     positions = torch.arange(num_tokens, dtype=torch.int32)
     rotations = {
         "no rotation": None,
-        "factors": Rotation(torch.empty(num_tokens, head_dim), positions, q_factors=torch.empty(num_tokens)),
+        f"rotary {head_dim}, factors": Rotation(
+            torch.empty(num_tokens, head_dim), positions, q_factors=torch.empty(num_tokens)
+        ),
         **{
             f"rotary {size}{', interleaved' * interleaved}": Rotation(
                 torch.empty(num_tokens, size), positions, interleaved
@@ -422,7 +424,7 @@ def _head_cases(shape: tuple[int, int, int], dtype: torch.dtype) -> Iterator[Ker
             ("norm", "rotary 128"),
             ("wide norm", "rotary 128, interleaved"),
             ("no norm", "rotary 40"),
-            ("no norm", "factors"),
+            ("no norm", "rotary 128, factors"),
         }
         name = f"{num_tokens} tokens, d {head_dim}, {SHORT_NAMES[dtype]}, {norm_words}, {rotation_words}"
         few = usual and dtype == torch.bfloat16 and (head_dim < 256 or norm_words == "norm")
