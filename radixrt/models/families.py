@@ -78,6 +78,28 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     }
 )
 
+_GEMMA4 = (
+    "its layers with and without a window have heads of different sizes, and some read the keys of others, where "
+    "the KV pool has one size and each layer its own; Gemma 3 is supported"
+)
+_LLAMA4 = "most of its layers attend within chunks of the context; Llama 3.3 is supported"
+_LATENT = "it has latent attention (MLA); of mixtures, GLM-4.5 Air and Qwen3 30B-A3B are supported"
+_LINEAR = "most of its layers have linear attention, whose state is no KV of tokens; Qwen3 is supported"
+
+# Why architectures that many ask for are not in the table, and what is.
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "Gemma4ForCausalLM": _GEMMA4,
+        "Gemma4ForConditionalGeneration": _GEMMA4,
+        "Llama4ForCausalLM": _LLAMA4,
+        "Llama4ForConditionalGeneration": _LLAMA4,
+        "DeepseekV2ForCausalLM": _LATENT,
+        "DeepseekV3ForCausalLM": _LATENT,
+        "Qwen3NextForCausalLM": _LINEAR,
+        "Qwen3_5ForConditionalGeneration": _LINEAR,
+    }
+)
+
 
 def text_models_of(architecture: str) -> tuple[str, ...]:
     """The `text_models` of an architecture; none for one that is about text alone, or not in the table."""
