@@ -47,6 +47,7 @@ class Attention(nn.Module):
         cos_sin_cache: None where the layer has no positions.
         q_factors: on rotated queries, by position: see `apply_rotary`. None: there are none.
         q_norm, k_norm: over a head, or over all heads where their size says so.
+        norm_after_rotation: of norms over a head; others come before it.
         qkv_bias, output_bias: whether the projections have biases; None: `config.attention_bias`.
         packed_as: the name of the q, k and v projections where a checkpoint stores them as one.
         scale: factor on the scores; None: `head_dim ** -0.5`.
@@ -62,6 +63,7 @@ class Attention(nn.Module):
         q_factors: Tensor | None = None,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
+        norm_after_rotation: bool = False,
         qkv_bias: bool | None = None,
         output_bias: bool | None = None,
         packed_as: str | None = None,
@@ -88,7 +90,7 @@ class Attention(nn.Module):
         self.norms_each_head = q_norm is not None and q_norm.weight.shape[0] == self.head_dim
         norm = None
         if q_norm is not None and k_norm is not None and self.norms_each_head:
-            norm = HeadNorm(q_norm.weight, k_norm.weight, q_norm.eps, q_norm.offset)
+            norm = HeadNorm(q_norm.weight, k_norm.weight, q_norm.eps, q_norm.offset, norm_after_rotation)
         scale = self.head_dim**-0.5 if scale is None else scale
         scoring = Scoring(scale, softcap, config.attention[layer_id].window)
         self.attention = RadixAttention(

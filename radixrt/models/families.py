@@ -54,6 +54,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "SeedOssForCausalLM": Family("Seed-OSS", "radixrt.models.qwen", "Qwen2", "Seed-OSS 36B"),
         "Exaone4ForCausalLM": Family("EXAONE 4", "radixrt.models.exaone", "Exaone4", "EXAONE 4.0 1.2B, 32B"),
         "Ernie4_5ForCausalLM": Family("ERNIE 4.5", "radixrt.models.glm", "Ernie4_5", "ERNIE 4.5 0.3B (dense)"),
+        "HunYuanDenseV1ForCausalLM": Family(
+            "Hunyuan", "radixrt.models.hunyuan", "HunYuanDense", "Hunyuan 0.5B, 1.8B, 4B, 7B (dense)"
+        ),
         "Gemma2ForCausalLM": Family("Gemma 2", "radixrt.models.gemma", "Gemma2", "Gemma 2 2B, 9B, 27B"),
         "Gemma3ForCausalLM": Family("Gemma 3", "radixrt.models.gemma", "Gemma3", "Gemma 3 270M, 1B (text)"),
         "Gemma3ForConditionalGeneration": Family(

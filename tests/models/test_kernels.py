@@ -74,6 +74,7 @@ FAMILIES = {
         checkpoints.ministral3,
         rope_parameters={**checkpoints.MINISTRAL_ROPE, "original_max_position_embeddings": 3},
     ),
+    "hunyuan": checkpoints.hunyuan,
     "smollm3": checkpoints.smollm3,
 }
 

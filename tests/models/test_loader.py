@@ -681,6 +681,11 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
         "llama_4_scaling_beta is 0.1, but there is no original_max_position_embeddings",
     ),
     ("granite4", {"layer_types": ["mamba", "attention"]}, "1 of 2 layers are Mamba's, .* micro, 1B and 350M"),
+    (
+        "hunyuan",
+        rope(rope_type="dynamic", factor=1.0, alpha=0.5),
+        "the rope's alpha is 0.5; it must be at least 1",
+    ),
     ("granite4", {"num_local_experts": 4}, "a Granite 4 with 4 experts is not supported; dense ones are"),
     *(
         (

@@ -88,6 +88,10 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
     "ernie4.5": checkpoints.ernie4_5,
     "ernie4.5 with biases": partial(checkpoints.ernie4_5, use_bias=True, tie_word_embeddings=False),
+    "hunyuan": partial(checkpoints.hunyuan, tie_word_embeddings=True),
+    "hunyuan, yarn rope, with biases": partial(
+        checkpoints.hunyuan, rope_parameters=checkpoints.YARN_ROPE, attention_bias=True
+    ),
     "seed-oss": checkpoints.seed_oss,
     "smollm3": checkpoints.smollm3,
     "gemma2": checkpoints.gemma2,

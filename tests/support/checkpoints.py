@@ -26,6 +26,8 @@ from transformers import (
     GraniteForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
+    HunYuanDenseV1Config,
+    HunYuanDenseV1ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Ministral3Config,
@@ -229,6 +231,12 @@ def exaone4(seed: int = 0, **changes: Any) -> Exaone4ForCausalLM:
 
 def ernie4_5(seed: int = 0, **changes: Any) -> Ernie4_5ForCausalLM:
     return _build(Ernie4_5ForCausalLM, Ernie4_5Config, seed, {"head_dim": 16, **changes})
+
+
+def hunyuan(seed: int = 0, **changes: Any) -> HunYuanDenseV1ForCausalLM:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0}
+    own = {"head_dim": 16, "rope_parameters": rope}
+    return _build(HunYuanDenseV1ForCausalLM, HunYuanDenseV1Config, seed, {**own, **changes})
 
 
 def seed_oss(seed: int = 0, **changes: Any) -> SeedOssForCausalLM:

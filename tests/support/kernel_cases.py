@@ -392,6 +392,7 @@ def _head_cases(shape: tuple[int, int, int], dtype: torch.dtype) -> Iterator[Ker
         "no norm": None,
         "norm": HeadNorm(empty(head_dim), empty(head_dim), 1e-6),
         "wide norm": HeadNorm(empty(head_dim), empty(head_dim), 1e-6, offset=1.0),
+        "norm after": HeadNorm(empty(head_dim), empty(head_dim), 1e-6, after_rotation=True),
     }
     positions = torch.arange(num_tokens, dtype=torch.int32)
     rotations = {
@@ -425,6 +426,7 @@ def _head_cases(shape: tuple[int, int, int], dtype: torch.dtype) -> Iterator[Ker
             ("wide norm", "rotary 128, interleaved"),
             ("no norm", "rotary 40"),
             ("no norm", "rotary 128, factors"),
+            ("norm after", "rotary 128"),
         }
         name = f"{num_tokens} tokens, d {head_dim}, {SHORT_NAMES[dtype]}, {norm_words}, {rotation_words}"
         few = usual and dtype == torch.bfloat16 and (head_dim < 256 or norm_words == "norm")

@@ -132,6 +132,23 @@ def test_groups_of_heads_with_and_without_positions(
 
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@pytest.mark.parametrize("norm", ["rms", "1 + w"])
+def test_a_norm_after_the_rotation(norm: str, dtype: torch.dtype, kernel_device: torch.device) -> None:
+    """Not what it is before: the weights of a pair differ."""
+    options: dict[str, Any] = {"dtype": dtype, "device": kernel_device}
+    for rotary_dim, interleaved in ((48, False), (20, True), (0, False)):
+        steps = steps_of(48, 9, norm=norm, rotary_dim=rotary_dim, interleaved=interleaved, **options)
+        last = {**steps, "norm": replace(steps["norm"], after_rotation=True)}
+        make = partial(Heads, 9, 6, 2, 48, **options)
+        check_heads(make, **last)
+        before, after = make(), make()
+        before.run("triton", **steps)
+        after.run("triton", **last)
+        for ours, theirs in ((before.q, after.q), (before.k, after.k)):
+            assert torch.allclose(ours, theirs, atol=0.1) == (rotary_dim == 0)
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize("norm", ["", "rms"])
 def test_factors_on_queries(norm: str, dtype: torch.dtype, kernel_device: torch.device) -> None:
     """By position, on what is rotated of q alone."""
