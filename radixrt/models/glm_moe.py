@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from layers.moe import EXPERT_NAMES, SparseMoE
-from layers.sigmoid_router import SigmoidRouter, SigmoidRouting
+from layers.sigmoid_router import SigmoidRouter
 from radixrt.errors import ModelError
 from radixrt.models.decoder import Attention, Decoder, FeedForward
 from radixrt.models.mixtral import MixtureConfig, split_experts
@@ -22,12 +22,16 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 class Glm4MoeConfig(MixtureConfig):
     """The first `num_dense_layers` have no experts; `shared_size` is the shared expert's intermediate size.
 
+    `renormalize` to `top_groups` are for `topk_sigmoid`; `norms_heads`: whether each query and key head is normed.
     `num_predict_layers` further layers of a checkpoint predict tokens ahead, and are not loaded.
     """
 
     experts_field: ClassVar[str] = "n_routed_experts"
 
-    routing: SigmoidRouting
+    renormalize: bool
+    weight_factor: float
+    num_groups: int
+    top_groups: int
     num_dense_layers: int
     shared_size: int
     norms_heads: bool
@@ -49,13 +53,10 @@ class Glm4MoeConfig(MixtureConfig):
         return {
             **mixture,
             "expert_size": source.moe_intermediate_size,
-            "routing": SigmoidRouting(
-                top_k=mixture["top_k"],
-                renormalize=source.norm_topk_prob,
-                factor=float(source.routed_scaling_factor),
-                num_groups=num_groups,
-                top_groups=top_groups,
-            ),
+            "renormalize": source.norm_topk_prob,
+            "weight_factor": float(source.routed_scaling_factor),
+            "num_groups": num_groups,
+            "top_groups": top_groups,
             "num_dense_layers": source.first_k_dense_replace,
             "shared_size": source.moe_intermediate_size * source.n_shared_experts,
             "norms_heads": source.use_qk_norm,
@@ -110,13 +111,23 @@ class Glm4Moe(Decoder):
         config, placement = self.config, self.placement
         if layer_id < config.num_dense_layers:
             return super().build_feed_forward(layer_id)
+        router = SigmoidRouter(
+            config.hidden_size,
+            config.num_experts,
+            config.top_k,
+            renormalize=config.renormalize,
+            factor=config.weight_factor,
+            num_groups=config.num_groups,
+            top_groups=config.top_groups,
+            placement=placement,
+        )
         return SharedMoE(
             config.hidden_size,
             config.expert_size,
             config.num_experts,
             config.top_k,
-            renormalize=config.routing.renormalize,
-            router=SigmoidRouter(config.hidden_size, config.num_experts, config.routing, placement=placement),
+            renormalize=config.renormalize,
+            router=router,
             shared=FeedForward(replace(config, intermediate_size=config.shared_size), placement=placement),
             placement=placement,
         )

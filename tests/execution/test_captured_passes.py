@@ -435,6 +435,7 @@ FEW_FAMILIES = (
     "gemma2",
     "gemma3",
     "qwen3-moe",
+    "glm4-moe",
 )
 
 
