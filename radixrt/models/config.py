@@ -217,7 +217,7 @@ def _optional(source: Any, name: str, default: Any) -> Any:
 
 def head_dim_of(source: Any) -> int:
     """Elements of a head, by transformers' config object."""
-    return getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads
+    return int(getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads)
 
 
 def read_attention(source: Any) -> tuple[AttentionKind, ...]:

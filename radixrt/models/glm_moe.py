@@ -60,7 +60,7 @@ class Glm4MoeConfig(MixtureConfig):
             "num_dense_layers": source.first_k_dense_replace,
             "shared_size": source.moe_intermediate_size * source.n_shared_experts,
             "norms_heads": source.use_qk_norm,
-            "num_predict_layers": source.num_nextn_predict_layers or 0,
+            "num_predict_layers": getattr(source, "num_nextn_predict_layers", None) or 0,
         }
 
     @property

@@ -41,7 +41,7 @@ def topk_sigmoid(
     scores = 1.0 / (1.0 + torch.exp(-logits.float()))  # torch's sigmoid: other bits at other places, on a CPU
     choice = scores + correction
     if num_groups > 1:
-        groups = choice.unflatten(-1, (num_groups, -1))
+        groups = choice.view(*choice.shape[:-1], num_groups, -1)
         best = groups.sort(dim=-1, descending=True).values[..., :2].sum(-1)
         kept = best.sort(dim=-1, descending=True, stable=True).indices[..., :top_groups]
         is_kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, kept, True)
