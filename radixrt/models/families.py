@@ -78,6 +78,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Qwen3VLForConditionalGeneration": Family(
             "Qwen3", "radixrt.models.qwen", "Qwen3", "Qwen3-VL: text", ("qwen3_vl_text",)
         ),
+        "Qwen3VLMoeForConditionalGeneration": Family(
+            "Qwen3 MoE", "radixrt.models.qwen", "Qwen3VLMoe", "Qwen3-VL 30B-A3B: text", ("qwen3_vl_moe_text",)
+        ),
     }
 )
 

@@ -106,6 +106,21 @@ def test_experts_may_be_stored_stacked(family: str, tmp_path: Path) -> None:
         load_model(stacked)
 
 
+def test_stacked_experts_may_be_transposed(tmp_path: Path) -> None:
+    """As Qwen3-VL's are on the hub."""
+    folder = checkpoints.write(checkpoints.qwen3_vl_moe(), tmp_path)
+    expected = loaded(folder)
+
+    def transpose(weights: dict[str, Tensor]) -> None:
+        stacks = {name: tensor for name, tensor in weights.items() if ".mlp.experts." in name}
+        assert stacks
+        assert all(tensor.dim() == 3 for tensor in stacks.values())
+        weights.update({name: tensor.transpose(1, 2).contiguous() for name, tensor in stacks.items()})
+
+    edit_weights(folder, transpose)
+    assert_same_weights(loaded(folder), expected)
+
+
 def test_layers_that_predict_tokens_ahead_are_left_out(tmp_path: Path) -> None:
     """GLM-4.5's checkpoints hold one after the last layer; one more belongs nowhere."""
     folder = checkpoints.write(checkpoints.glm4_moe(), tmp_path)

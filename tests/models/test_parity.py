@@ -102,6 +102,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "mistral, the text of a model with images": checkpoints.mistral_with_images,
     "qwen2.5-vl, text": checkpoints.qwen2_vl,
     "qwen3-vl, text": partial(checkpoints.qwen3_vl, tie_word_embeddings=True),
+    "qwen3-vl-moe, text": checkpoints.qwen3_vl_moe,
     "qwen3-moe, renormalised": partial(checkpoints.qwen3_moe, norm_topk_prob=True, mlp_only_layers=[]),
 }
 

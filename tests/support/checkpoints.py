@@ -54,6 +54,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
     SeedOssConfig,
     SeedOssForCausalLM,
     SmolLM3Config,
@@ -327,10 +329,19 @@ def qwen2_vl(seed: int = 0, **changes: Any) -> Qwen2_5_VLForConditionalGeneratio
 
 
 def qwen3_vl(seed: int = 0, **changes: Any) -> Qwen3VLForConditionalGeneration:
+    return _around_qwen3(qwen3(seed, **changes), Qwen3VLForConditionalGeneration, Qwen3VLConfig)
+
+
+def qwen3_vl_moe(seed: int = 0, **changes: Any) -> Qwen3VLMoeForConditionalGeneration:
+    text = qwen3_moe(seed, norm_topk_prob=True, **changes)
+    return _around_qwen3(text, Qwen3VLMoeForConditionalGeneration, Qwen3VLMoeConfig)
+
+
+def _around_qwen3(text: Any, model_class: Any, config_class: Any) -> Any:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
     vision = {"depth": 1, "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 16, "num_heads": 2}
     own = {"vision_config": {**vision, "deepstack_visual_indexes": []}, **_IMAGE_TOKENS}
-    return _around(qwen3(seed, **changes), Qwen3VLForConditionalGeneration, Qwen3VLConfig, own, rope)
+    return _around(text, model_class, config_class, own, rope)
 
 
 _IMAGE_TOKENS = {
