@@ -39,7 +39,8 @@ class SparseMoE(Layer):
 
     `renormalize` makes a token's weights sum to 1. `bias`: the router and all projections have biases.
     `activation` is of an expert's gate | up; `mxfp4`: the experts' matrices stay in four bits. `names` are the
-    names of an expert's gate, up and down projections in a checkpoint.
+    names of an expert's gate, up and down projections in a checkpoint. A `router` of its own is for families that
+    override `route`.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class SparseMoE(Layer):
         activation: Activation = silu_and_mul,
         mxfp4: bool = False,
         names: Sequence[str] = EXPERT_NAMES,
+        router: Layer | None = None,
         placement: Placement,
     ) -> None:
         super().__init__()
@@ -61,7 +63,7 @@ class SparseMoE(Layer):
         self.names, self.impl, self.deterministic = names, placement.impl, placement.deterministic
         self.quantization = placement.quantization
         self.shape = num_experts, hidden_size, intermediate_size
-        self.router = Linear(hidden_size, num_experts, bias=bias, placement=placement.unquantised())
+        self.router = router or Linear(hidden_size, num_experts, bias=bias, placement=placement.unquantised())
         self.gate_up, self.down = (
             Mxfp4Matrices(*shape, placement) if mxfp4 else placement.parameter(*shape)
             for shape in (
@@ -74,7 +76,7 @@ class SparseMoE(Layer):
 
     def forward(self, x: Tensor, *, split_k_ok: bool = False) -> Tensor:
         """`x [num_tokens, hidden_size]` to the same shape; never parts, whatever `split_k_ok`."""
-        weights, experts = topk_softmax(self.router(x), self.top_k, renormalize=self.renormalize, impl=self.impl)
+        weights, experts = self.route(x)
         return moe(
             x,
             weights,
@@ -87,6 +89,10 @@ class SparseMoE(Layer):
             deterministic=self.deterministic,
             impl=self.impl,
         )
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights float32 and experts int64 `[num_tokens, top_k]`, as `moe` takes them."""
+        return topk_softmax(self.router(x), self.top_k, renormalize=self.renormalize, impl=self.impl)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
         """As `Layer.checkpoint_tensors`, of the router, then expert by expert: held in the model's dtype."""

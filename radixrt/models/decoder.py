@@ -47,7 +47,9 @@ class Attention(nn.Module):
         config: the model's; `config.attention[layer_id]` has this layer's window.
         layer_id: counts from 0.
         cos_sin_cache: None where the layer has no positions.
+        q_factors: on rotated queries, by position: see `apply_rotary`. None: there are none.
         q_norm, k_norm: over a head, or over all heads where their size says so.
+        norm_after_rotation: of norms over a head; others come before it.
         qkv_bias, output_bias: whether the projections have biases; None: `config.attention_bias`.
         packed_as: the name of the q, k and v projections where a checkpoint stores them as one.
         scale: factor on the scores; None: `head_dim ** -0.5`.
@@ -61,8 +63,10 @@ class Attention(nn.Module):
         layer_id: int,
         cos_sin_cache: Tensor | None,
         *,
+        q_factors: Tensor | None = None,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
+        norm_after_rotation: bool = False,
         qkv_bias: bool | None = None,
         output_bias: bool | None = None,
         packed_as: str | None = None,
@@ -90,7 +94,7 @@ class Attention(nn.Module):
         self.norms_each_head = q_norm is not None and q_norm.weight.shape[0] == self.head_dim
         norm = None
         if q_norm is not None and k_norm is not None and self.norms_each_head:
-            norm = HeadNorm(q_norm.weight, k_norm.weight, q_norm.eps, q_norm.offset)
+            norm = HeadNorm(q_norm.weight, k_norm.weight, q_norm.eps, q_norm.offset, norm_after_rotation)
         scale = self.head_dim**-0.5 if scale is None else scale
         self.sinks = placement.parameter(config.num_heads, dtype=torch.float32) if sinks else None
         scoring = Scoring(scale, softcap, config.attention[layer_id].window, self.sinks)
@@ -98,6 +102,7 @@ class Attention(nn.Module):
             layer_id,
             scoring,
             cos_sin_cache=cos_sin_cache,
+            q_factors=q_factors,
             norm=norm,
             impl=placement.impl,
             deterministic=placement.deterministic,

@@ -32,7 +32,7 @@ def shape_of(config: ModelConfig, *, in_e4m3: bool = False) -> ModelShape:
     size = config.intermediate_size
     if isinstance(config, MixtureConfig):
         in_e4m3 = False
-        size = config.top_k * config.expert_size
+        size = config.size_of_a_token
     return ModelShape(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,

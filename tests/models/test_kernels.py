@@ -65,12 +65,17 @@ FAMILIES = {
     "qwen3": checkpoints.qwen3,
     "qwen3-moe": checkpoints.qwen3_moe,
     "gpt-oss in MXFP4": checkpoints.gpt_oss_in_mxfp4,
+    "glm4-moe": checkpoints.glm4_moe,
     "phi3, partial rotary": partial(
         checkpoints.phi3, rope_parameters={"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}
     ),
     "gemma2": checkpoints.gemma2,
     "gemma3": checkpoints.gemma3,
     "olmo2": checkpoints.olmo2,
+    "ministral3, queries scaled from position 3 on": partial(
+        checkpoints.ministral3,
+        rope_parameters={**checkpoints.MINISTRAL_ROPE, "original_max_position_embeddings": 3},
+    ),
     "smollm3": checkpoints.smollm3,
 }
 
@@ -86,6 +91,7 @@ def test_kernels_compute_what_the_references_do(family: str, tmp_path: Path, ker
     torch.testing.assert_close(on_kernels, on_references, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.long_unless(kept=lambda given: given["family"] != "glm4-moe")
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_over_e4m3_compute_what_the_references_do(

@@ -21,6 +21,8 @@ from radixrt.errors import ModelError, ParameterError, TokenizerError
 from radixrt.models import loader
 from radixrt.models.config import AttentionKind, ModelConfig
 from radixrt.models.decoder import Decoder
+from radixrt.models.families import FAMILIES as SUPPORTED
+from radixrt.models.families import REFUSED
 from radixrt.models.gemma import GemmaConfig
 from radixrt.models.loader import load_model
 from radixrt.models.weight_files import INDEX_FILE
@@ -71,6 +73,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "gemma3": checkpoints.gemma3,
     "mixtral": checkpoints.mixtral,
     "qwen3-moe": checkpoints.qwen3_moe,
+    "glm4-moe": checkpoints.glm4_moe,
 }
 
 
@@ -87,7 +90,7 @@ def test_every_tensor_is_in_its_place(family: str, max_shard_size: str, tmp_path
     assert sum(tensor.numel() for tensor in ours.values()) == sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "glm4-moe"])
 def test_experts_may_be_stored_stacked(family: str, tmp_path: Path) -> None:
     """transformers writes expert by expert, as the hub has them, or the stacks that it computes with."""
     reference = FAMILIES[family]()
@@ -162,6 +165,36 @@ def test_dummy_weights_in_mxfp4(tmp_path: Path) -> None:
     weights = model.blocks[0].feed_forward.gate_up.value.dequantised(torch.float32)
     assert 0.015 < weights.std() < 0.03
     assert len(weights.unique()) == 15
+
+
+def test_stacked_experts_may_be_transposed(tmp_path: Path) -> None:
+    """As Qwen3-VL's are on the hub."""
+    folder = checkpoints.write(checkpoints.qwen3_vl_moe(), tmp_path)
+    expected = loaded(folder)
+
+    def transpose(weights: dict[str, Tensor]) -> None:
+        stacks = {name: tensor for name, tensor in weights.items() if ".mlp.experts." in name}
+        assert stacks
+        assert all(tensor.dim() == 3 for tensor in stacks.values())
+        weights.update({name: tensor.transpose(1, 2).contiguous() for name, tensor in stacks.items()})
+
+    edit_weights(folder, transpose)
+    assert_same_weights(loaded(folder), expected)
+
+
+def test_layers_that_predict_tokens_ahead_are_left_out(tmp_path: Path) -> None:
+    """GLM-4.5's checkpoints hold one after the last layer; one more belongs nowhere."""
+    folder = checkpoints.write(checkpoints.glm4_moe(), tmp_path)
+    expected = loaded(folder)
+    ahead = {
+        "model.layers.3.eh_proj.weight": torch.zeros(32, 64),
+        "model.layers.3.mlp.experts.0.up_proj.weight": torch.zeros(3),
+    }
+    edit_weights(folder, lambda w: w.update(ahead))
+    assert_same_weights(loaded(folder), expected)
+    edit_weights(folder, lambda w: w.update({"model.layers.4.eh_proj.weight": torch.zeros(3)}))
+    with pytest.raises(ModelError, match=r"1 tensors belong nowhere: model.layers.4.eh_proj.weight"):
+        load_model(folder)
 
 
 def test_a_packed_projection_of_another_shape_is_named(tmp_path: Path) -> None:
@@ -701,7 +734,7 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     (
         "llama",
         {"architectures": ["GPT2LMHeadModel"]},
-        "'GPT2LMHeadModel' is not supported; .*LlamaForCausalLM, Mist",
+        "'GPT2LMHeadModel' is not supported; .*LlamaForCausalLM, Minist",
     ),
     ("llama", {"architectures": None}, "names no architecture: architectures is None"),
     ("llama", {"architectures": "LlamaForCausalLM"}, "names no architecture: architectures is 'LlamaForCausalLM'"),
@@ -718,7 +751,36 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"hidden_act": "gelu"}, "experts with hidden_act 'gelu' are not supported; 'silu' is"),
     ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0; 7.0 alone is supported"),
     ("qwen3_moe", {"num_experts_per_tok": 7}, "num_experts_per_tok is 7; it must be 1 to 6"),
+    ("glm4_moe", {"num_experts_per_tok": 7}, "num_experts_per_tok is 7; it must be 1 to 6"),
+    ("glm4_moe", {"n_group": 4}, "n_group is 4 and topk_group 1, with 6 experts"),
+    ("glm4_moe", {"topk_group": 2}, "n_group is 1 and topk_group 2"),
+    ("glm4_moe", {"n_group": 6}, "n_group is 6, with 6 experts; a group has at least two"),
+    ("glm4_moe", {"n_group": 3}, "num_experts_per_tok is 3; the 1 groups of topk_group have 2 experts"),
+    (
+        "ministral3",
+        rope(rope_type="default", llama_4_scaling_beta=0.1),
+        "llama_4_scaling_beta is 0.1, but there is no original_max_position_embeddings",
+    ),
+    ("granite4", {"layer_types": ["mamba", "attention"]}, "1 of 2 layers are Mamba's, .* micro, 1B and 350M"),
+    (
+        "hunyuan",
+        rope(rope_type="dynamic", factor=1.0, alpha=0.5),
+        "the rope's alpha is 0.5; it must be at least 1",
+    ),
+    ("granite4", {"num_local_experts": 4}, "a Granite 4 with 4 experts is not supported; dense ones are"),
+    *(
+        (
+            "llama",
+            {"architectures": [name]},
+            f"architecture '{name}' is not supported: {re.escape(reason)}; all that",
+        )
+        for name, reason in REFUSED.items()
+    ),
 ]
+
+
+def test_no_architecture_is_supported_and_refused() -> None:
+    assert not REFUSED.keys() & SUPPORTED.keys()
 
 
 @pytest.mark.parametrize(("family", "changes", "message"), UNSUPPORTED)

@@ -39,6 +39,7 @@ from triton_ops.linear.ordered_linear import ordered_linear
 from triton_ops.linear.split_k_linear import split_k_linear
 from triton_ops.moe.moe import moe
 from triton_ops.moe.mxfp4 import GROUP, Mxfp4
+from triton_ops.moe.topk_sigmoid import topk_sigmoid
 from triton_ops.moe.topk_softmax import topk_softmax
 from triton_ops.norms.layer_norm import add_layer_norm, layer_norm
 from triton_ops.norms.rms_norm import add_rms_norm, rms_norm, rms_norm_add
@@ -396,10 +397,14 @@ def _head_cases(shape: tuple[int, int, int], dtype: torch.dtype) -> Iterator[Ker
         "no norm": None,
         "norm": HeadNorm(empty(head_dim), empty(head_dim), 1e-6),
         "wide norm": HeadNorm(empty(head_dim), empty(head_dim), 1e-6, offset=1.0),
+        "norm after": HeadNorm(empty(head_dim), empty(head_dim), 1e-6, after_rotation=True),
     }
     positions = torch.arange(num_tokens, dtype=torch.int32)
     rotations = {
         "no rotation": None,
+        f"rotary {head_dim}, factors": Rotation(
+            torch.empty(num_tokens, head_dim), positions, q_factors=torch.empty(num_tokens)
+        ),
         **{
             f"rotary {size}{', interleaved' * interleaved}": Rotation(
                 torch.empty(num_tokens, size), positions, interleaved
@@ -425,6 +430,8 @@ def _head_cases(shape: tuple[int, int, int], dtype: torch.dtype) -> Iterator[Ker
             ("norm", "rotary 128"),
             ("wide norm", "rotary 128, interleaved"),
             ("no norm", "rotary 40"),
+            ("no norm", "rotary 128, factors"),
+            ("norm after", "rotary 128"),
         }
         name = f"{num_tokens} tokens, d {head_dim}, {SHORT_NAMES[dtype]}, {norm_words}, {rotation_words}"
         few = usual and dtype == torch.bfloat16 and (head_dim < 256 or norm_words == "norm")
@@ -565,6 +572,11 @@ class ExpertShape:
         logits = torch.empty(self.num_tokens, self.num_experts, dtype=self.dtype)
         topk_softmax(logits, self.top_k, renormalize=renormalize, impl="triton")
 
+    def topk_sigmoid(self, renormalize: bool) -> None:
+        logits = torch.empty(self.num_tokens, self.num_experts)
+        correction = torch.empty(self.num_experts)
+        topk_sigmoid(logits, correction, self.top_k, renormalize=renormalize, factor=2.5, impl="triton")
+
 
 def _expert_cases() -> Iterator[KernelCase]:
     """Mixtral's experts, Qwen3-MoE's, gpt-oss', and some whose sizes are multiples of nothing."""
@@ -588,6 +600,9 @@ def _expert_cases() -> Iterator[KernelCase]:
                     name = f"{shape}, renormalize {renormalize}"
                     call = partial(shape.topk_softmax, renormalize)
                     yield KernelCase(topk_softmax, name, call, few and renormalize)
+                    if dtype == torch.bfloat16:  # its logits are float32 in any model
+                        call = partial(shape.topk_sigmoid, renormalize)
+                        yield KernelCase(topk_sigmoid, name, call, few and renormalize)
 
 
 # --- sampling ---

@@ -12,7 +12,7 @@ import pytest
 from radixrt.config import RuntimeConfig
 from radixrt.sampling_params import SamplingParams
 from radixrt.verify import verify
-from tests.support.checkpoints import gemma2, gemma3, gpt_oss_in_mxfp4, llama, qwen3, qwen3_moe, write
+from tests.support.checkpoints import gemma2, gemma3, glm4_moe, gpt_oss_in_mxfp4, llama, qwen3, qwen3_moe, write
 from tests.support.interpreter import require_interpreter
 
 FAMILIES = {
@@ -22,6 +22,7 @@ FAMILIES = {
     "Gemma 3": gemma3,
     "Qwen3-MoE": qwen3_moe,
     "gpt-oss": gpt_oss_in_mxfp4,  # sinks
+    "GLM-4.5": glm4_moe,  # a router of sigmoids
 }
 # Every change of what is cached, of cuts and company; options that make another Runtime are in the long test.
 USUAL = ("cut-0", "together", "jitter-0", "chunks-64", "small-pool-jitter")
