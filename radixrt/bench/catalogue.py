@@ -280,6 +280,7 @@ GROUPS = {
     "elementwise": "norms, gated activations, rotary embedding and KV store (bound by bytes)",
     "sampling": "draws, greedy choices and log-probabilities (bound by the bytes of the logits, once)",
     "linear": "output projections of small batches, with the norm that follows (bound by bytes, or by products)",
+    "experts": "experts of gpt-oss 20b in MXFP4, compared with bf16 (bound by bytes, or by products)",
     "kv_copy": "KV to and from pinned host memory (bound by the link) and within the pool",
 }
 """By name: a description, in running order."""
