@@ -281,6 +281,7 @@ GROUPS = {
     "sampling": "draws, greedy choices and log-probabilities (bound by the bytes of the logits, once)",
     "linear": "output projections of small batches, with the norm that follows (bound by bytes, or by products)",
     "linear-fp8": "projections of weights in e4m3, with the quantisation of x (bound by bytes, or by products)",
+    "experts": "experts of gpt-oss 20b in MXFP4, compared with bf16 (bound by bytes, or by products)",
     "kv_copy": "KV to and from pinned host memory (bound by the link) and within the pool",
 }
 """By name: a description, in running order."""

@@ -101,8 +101,8 @@ def _check_experts(layer: SparseMoE, placement: Placement, max_rows: int) -> Non
         same_bits(computed(x[:count]), expected[:count]) for count in counts
     ):
         raise ValueError(
-            f"in experts of {dtype} with weights {[hidden_size, inner_size]} on {device}, the bits of a row depend "
-            "on the rows beside it"
+            f"in experts of {dtype} with weights {[hidden_size, inner_size]} on {device}, the bits of a row "
+            "depend on the rows beside it"
         )
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 import layers.weight
 import radixrt
 from radixrt.bench.catalogue import GROUPS
-from radixrt.bench.kernels import elementwise, kv_copy, linear, linear_fp8, run, sampling
+from radixrt.bench.kernels import elementwise, experts, kv_copy, linear, linear_fp8, run, sampling
 from radixrt.bench.kernels import tree as tree_bench
 from radixrt.bench.kernels.attention import decode_case, extend_case, ordered_case
 from radixrt.bench.kernels.attention_inputs import AttentionShape, attention_inputs
@@ -396,6 +396,18 @@ def test_linear_fp8_cases(blocks: bool, monkeypatch: pytest.MonkeyPatch, kernel_
     large = linear_fp8.e4m3_case(16_384, 4096, 4096, blocks=blocks).work
     assert large.bound(quick).seconds == large.bound(CARD).seconds / 2 == 2 * 16_384 * 4096**2 / 1600e12
     assert ", of e4m3 1600" in describe(quick)
+
+
+def test_experts_cases(monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device) -> None:
+    """With the kernels themselves."""
+    monkeypatch.setattr(experts, "DTYPE", torch.float16)
+    case = experts.experts_case(5, num_experts=6, top_k=2, hidden=64, inner=32)
+    result = measure(case, replace(CARD, l2_bytes=1), PretendedTimer(), kernel_device)
+    for measurement in result.measurements:
+        assert measurement.reason is None, measurement.traceback
+    assert case.work.bytes == 6 * 3 * 64 * 32 * (0.5 + 1 / 32) + 2 * 5 * 64 * 2
+    usual = choose_cases(Options(only=("experts",)))
+    assert [case.work.bound(CARD).limit for case in (usual[0], usual[-1])] == ["bytes", "flops"]
 
 
 def test_kv_copy_cases(kernel_device: torch.device) -> None:

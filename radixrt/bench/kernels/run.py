@@ -18,6 +18,7 @@ from radixrt.bench.kernels.attention import attention_cases, attention_sweep
 from radixrt.bench.kernels.backward import backward_cases
 from radixrt.bench.kernels.case import Case
 from radixrt.bench.kernels.elementwise import elementwise_cases, elementwise_sweep
+from radixrt.bench.kernels.experts import experts_cases
 from radixrt.bench.kernels.kv_copy import kv_copy_cases
 from radixrt.bench.kernels.linear import linear_cases, linear_sweep
 from radixrt.bench.kernels.linear_fp8 import e4m3_cases
@@ -60,6 +61,7 @@ def choose_cases(options: Options) -> list[Case[Any]]:
         *sampling_cases(),
         *linear_cases(),
         *e4m3_cases(),
+        *experts_cases(),
         *kv_copy_cases(),
     ]
     if options.sweep:
