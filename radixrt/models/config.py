@@ -103,7 +103,7 @@ class ModelConfig:
         parts = [part for part in (raw, raw.get("text_config")) if isinstance(part, dict)]
         for part in parts:
             check_sizes(part)
-        quantizations = [read_quantization(part.get("quantization_config")) for part in parts]
+        quantizations = [cls.read_quantization(part.get("quantization_config")) for part in parts]
         try:
             whole = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
             source = _text_config(whole, architecture, raw)
@@ -125,6 +125,14 @@ class ModelConfig:
     def read_family(cls, source: Any) -> dict[str, Any]:
         """Read the fields that a derived class adds from transformers' config object. Raises ModelError."""
         return {}
+
+    @classmethod
+    def read_quantization(cls, given: object) -> Quantization | None:
+        """What the `quantization_config` of config.json says of linear layers; None for None. Raises ModelError.
+
+        A family whose checkpoints are quantised in a way of its own overrides this.
+        """
+        return read_quantization(given)
 
     def check(self) -> None:
         """Raise ModelError if the fields describe no model that can be built."""
