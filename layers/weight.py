@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from layers.place import Place
+from layers.place import Filled, Place
 from layers.placement import Placement
 from layers.products import Product
 from layers.quantization import Scales, held_places, plain_places, rounded_place
@@ -23,7 +24,7 @@ class Weight(nn.Module):
 
     In e4m3 it is `values` times `scale`, and x is quantised, too, for each product. Where the placement does not
     hold e4m3, or blocks of a stack's parts would not lie on those of the stack, a quantised weight is held in the
-    model's dtype.
+    model's dtype. So it is, by `hold_plain`, where a checkpoint leaves a part as it is.
 
     Attributes:
         values: `[N, K]`, in the model's dtype or in e4m3.
@@ -33,7 +34,7 @@ class Weight(nn.Module):
     def __init__(self, num_rows: int, depth: int, *, starts: Sequence[int] = (0,), placement: Placement) -> None:
         """`starts` are the first rows of the parts that a checkpoint stores."""
         super().__init__()
-        self.impl, self.quantization = placement.impl, placement.quantization
+        self.impl, self.quantization, self._placement = placement.impl, placement.quantization, placement
         self.scale: nn.Parameter | None = None
         by_blocks = self.quantization is not None and self.quantization.scales is Scales.BLOCK
         aligned = not by_blocks or all(start % BLOCK == 0 for start in starts)
@@ -65,15 +66,30 @@ class Weight(nn.Module):
                 return split_k_linear(x, self.values, config, impl=self.impl)
         return nn.functional.linear(x, self.values, bias)
 
+    def hold_plain(self) -> None:
+        """Hold the model's dtype in place of e4m3. It is not filled any more."""
+        self.values, self.scale = self._placement.parameter(*self.shape), None
+
     def places(self, name: str, start: int, stop: int) -> Iterator[tuple[str, Place]]:
         """Rows `start` to `stop` in a checkpoint, where their layer is called `name`: (tensor name, place)."""
         values = self.values[start:stop]
-        if self.scale is not None:
-            assert self.quantization is not None
+        if self.quantization is None or self.quantization.ignores(name):
+            place: Place = values
+            if self.scale is not None:
+                place = LeftPlain(values.shape, values.dtype, values.copy_, self)
+            yield f"{name}.weight", place
+        elif self.scale is not None:
             unit = BLOCK if self.scale.dim() == 2 else 1
             scale = self.scale[start // unit : cdiv(stop, unit)]
             yield from held_places(name, values, scale, self.quantization)
-        elif self.quantization is not None and self.quantization.scale_name is None:
+        elif self.quantization.scale_name is None:
             yield f"{name}.weight", rounded_place(values)
         else:
             yield from plain_places(name, values, self.quantization)
+
+
+@dataclass(frozen=True)
+class LeftPlain(Filled):
+    """The place of a part that its checkpoint leaves as it is, while the `weight` is held in e4m3."""
+
+    weight: Weight

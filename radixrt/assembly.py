@@ -269,7 +269,8 @@ def _log_quantization(decoder: Decoder) -> None:
         _log.warning("the weights of experts are held in %s: their products are not in e4m3 yet", placement.dtype)
     if cut := sum(weight.scale is None and weight.quantization is not None for weight in weights):
         _log.warning(
-            "%d stacks of weights are held in %s, as blocks of 128 rows do not divide their parts",
+            "%d weights are held in %s: their checkpoint leaves a part as it is, or stores blocks that parts of a "
+            "stack do not keep to",
             *(cut, placement.dtype),
         )
 

@@ -133,8 +133,11 @@ class ModelConfig:
         return {}
 
     @classmethod
-    def read_quantization(cls, given: Any) -> Quantization | None:
-        """What a `quantization_config` says of linear layers. Raises ModelError if the family does not read it."""
+    def read_quantization(cls, given: object) -> Quantization | None:
+        """What the `quantization_config` of config.json says of linear layers; None for None. Raises ModelError.
+
+        A family whose checkpoints are quantised in a way of its own overrides this.
+        """
         return read_quantization(given)
 
     def check(self) -> None:

@@ -29,7 +29,7 @@ class GptOssConfig(MixtureConfig):
     mxfp4: bool
 
     @classmethod
-    def read_quantization(cls, given: Any) -> Quantization | None:
+    def read_quantization(cls, given: object) -> Quantization | None:
         if given is not None and (method := given.get("quant_method")) != "mxfp4":
             raise ModelError(f"weights quantised by {method!r} are not supported; 'mxfp4' is")
         return None  # linear layers are not quantised

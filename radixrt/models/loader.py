@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -18,6 +18,7 @@ from layers.norm import RMSNorm
 from layers.place import Place
 from layers.placement import Placement
 from layers.quantization import Quantization, Scales
+from layers.weight import LeftPlain
 from radixrt.errors import ModelError
 from radixrt.files.model_files import unusable_file
 from radixrt.models import gguf_file
@@ -106,10 +107,12 @@ def load_model(
             "equal bits; use dtype='bfloat16' or 'float32', or leave deterministic out"
         )
     skeleton = decoder(replace(config, context_length=2), replace(placement, device=torch.device("meta")))
+    _hold_plain(skeleton)
     if files is not None:
         _check_stored(skeleton, config, files, stored)
     _check_fits(skeleton, config, device)
     model = decoder(config, placement)
+    _hold_plain(model)
     if files is None:
         _fill_randomly(model, config.initializer_range, seed)
     else:
@@ -223,7 +226,15 @@ def _quantization(config: ModelConfig, asked: str | None, *, is_dummy: bool) -> 
     if not is_dummy:
         return config.quantization
     by_blocks = config.quantization.scales is Scales.BLOCK
-    return Quantization(Scales.BLOCK if by_blocks else Scales.ROW)
+    scales = Scales.BLOCK if by_blocks else Scales.ROW
+    return replace(config.quantization, scales=scales, scale_name=None)
+
+
+def _hold_plain(model: Decoder) -> None:
+    """Hold in the model's dtype what its checkpoint does not quantise."""
+    left = {place.weight for _, place in model.checkpoint_tensors() if isinstance(place, LeftPlain)}
+    for weight in left:
+        weight.hold_plain()
 
 
 def multiplies_e4m3(impl: Impl, device: torch.device) -> bool:
@@ -234,7 +245,6 @@ def multiplies_e4m3(impl: Impl, device: torch.device) -> bool:
 def _check_stored(model: Decoder, config: ModelConfig, files: WeightFiles, stored: list[StoredTensor]) -> None:
     """Compare the tensors that files hold with those of `model`, which may be on "meta". Raises ModelError."""
     places = dict(model.checkpoint_tensors())
-    _check_ignored(config, places)
     missing = dict(places)
     extra, found = [], set()
     for tensor in stored:
@@ -267,19 +277,6 @@ def _check_stored(model: Decoder, config: ModelConfig, files: WeightFiles, store
     if absent := sorted(name for name in files.named - found if not _is_ignored(name, config)):
         raise ModelError(
             f"{files.folder / INDEX_FILE} names {len(absent)} tensors that no file holds: {abbreviate(absent)}"
-        )
-
-
-def _check_ignored(config: ModelConfig, names: Iterable[str]) -> None:
-    """Raise ModelError if a layer is to be held in e4m3 that the checkpoint leaves as it is."""
-    if (quantization := config.quantization) is None:
-        return
-    suffix = f".{quantization.scale_name}"
-    layers = [name.removesuffix(suffix) for name in names if name.endswith(suffix)]
-    if left := [layer for layer in layers if quantization.ignores(layer)]:
-        raise ModelError(
-            f"the quantization_config of config.json leaves {len(left)} layers as they are that are held in e4m3: "
-            f"{abbreviate(left)}; take the checkpoint that is not quantised, with quantization='fp8'"
         )
 
 

@@ -234,16 +234,25 @@ def test_codes_without_a_config_are_named(tmp_path: Path) -> None:
 
 
 def test_layers_that_a_checkpoint_leaves_as_they_are(tmp_path: Path, holding: dict[str, Any]) -> None:
-    """Dequantised they are read, held they are refused by name."""
-    reference = write(llama(), tmp_path, "compressed channels", plain=r"layers\.0\.mlp")
+    """They stay in the model's dtype, and so do the other parts of their stacks."""
+    plain_layers = r"layers\.0\.mlp|layers\.1\.mlp\.up"
+    reference = write(llama(), tmp_path, "compressed channels", plain=plain_layers)
     file = tmp_path / "config.json"
-    ignored = compressed_config(ignore=["lm_head", "re:.*layers\\.0\\.mlp.*"])
+    ignored = compressed_config(ignore=["lm_head", "re:.*layers\\.0\\.mlp.*", "model.layers.1.mlp.up_proj"])
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": ignored}))
     ids = prompt(20, 1)
     plain = load_model(tmp_path, **{**holding, "impl": "torch"})
     assert_close(logits(*plain, ids), dense(reference, ids), atol=1e-4)
-    with pytest.raises(ModelError, match=r"leaves 3 layers as they are .* model.layers.0.mlp.gate_proj.*quantiz"):
-        load_model(tmp_path, **holding)
+    held, _ = load_model(tmp_path, **holding)
+    for ours, theirs in zip(weights_of(held), weights_of(plain[0]), strict=True):
+        if ours.scale is None:
+            assert torch.equal(ours.values, theirs.values)
+        else:
+            assert torch.equal(dequantised_weight(ours.values, ours.scale), theirs.values)
+    is_plain = [weight.scale is None for weight in weights_of(held)]
+    assert is_plain == [False, False, True, True, False, False, True, False]
+    random, _ = load_model(tmp_path, load_format="dummy", **holding)
+    assert [weight.scale is None for weight in weights_of(random)] == is_plain
 
 
 def test_equal_bits_are_not_promised(tmp_path: Path, holding: dict[str, Any]) -> None:

@@ -102,6 +102,7 @@ def test_quantise_rows(
 ) -> None:
     """All bits are the reference's, of rows beyond a block, too."""
     x = random(num_rows, depth, dtype=dtype, device=kernel_device)
+    x[:, depth - 2] = 1000.0  # the largest one, beyond the first block
     if num_rows > 1:
         x[1, 3], x[1, depth - 1] = torch.inf, torch.nan
         x[0] = 0.0
