@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from layers.moe import EXPERT_NAMES, SparseMoE
+from layers.place import Place
 from layers.sigmoid_router import SigmoidRouter
 from radixrt.errors import ModelError
 from radixrt.models.decoder import Attention, Decoder, FeedForward
@@ -84,7 +85,7 @@ class SharedMoE(SparseMoE):
         shared: Tensor = self.shared(x)
         return super().forward(x).add_(shared)
 
-    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
         yield from super().checkpoint_tensors(name)
         yield from self.shared.checkpoint_tensors(f"{name}.shared_experts")
 

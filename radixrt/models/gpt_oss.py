@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,8 @@ class GptOssConfig(MixtureConfig):
 
     @classmethod
     def read_quantization(cls, given: object) -> Quantization | None:
-        if given is not None and (method := given.get("quant_method")) != "mxfp4":
+        method = given.get("quant_method") if isinstance(given, Mapping) else given
+        if method not in (None, "mxfp4"):
             raise ModelError(f"weights quantised by {method!r} are not supported; 'mxfp4' is")
         return None  # linear layers are not quantised
 

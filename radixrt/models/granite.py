@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from layers.input_metadata import InputMetadata
+from layers.place import Place
 from layers.placement import Placement
 from layers.radix_attention import KVCache
 from layers.vocabulary import Embedding, LogitsHead
@@ -132,7 +133,7 @@ class Granite4Config(GraniteConfig):
 class Granite4FeedForward(FeedForward):
     """Its names."""
 
-    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
         yield from self.gate_up.checkpoint_tensors(name)
         yield from self.down.checkpoint_tensors(f"{name}.output_linear")
 
