@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from triton_ops.implementation import tl, triton
 
@@ -48,10 +49,13 @@ class Mxfp4:
         """The matrices in `dtype`: exact in float32 and bfloat16, rounded in float16 where a scale is so far from
         1 that its numbers end.
         """
-        values = torch.tensor(VALUES, dtype=torch.float32, device=self.blocks.device)
-        codes = torch.stack((self.blocks & 15, self.blocks >> 4), dim=-1).flatten(-2)
-        scaled = torch.ldexp(values[codes.int()], self.scales.int().unsqueeze(-1) - 127)
-        return scaled.flatten(-2).to(dtype)
+        # Looked up by bytes, which takes a CPU a fraction of the time of single codes.
+        pairs = torch.tensor(
+            [(low, high) for high in VALUES for low in VALUES], dtype=torch.float32, device=self.blocks.device
+        )
+        values = embedding(self.blocks.int(), pairs).flatten(-2)
+        factors = torch.ldexp(torch.ones_like(self.scales, dtype=torch.float32), self.scales.int() - 127)
+        return values.mul_(factors.unsqueeze(-1)).flatten(-2).to(dtype)
 
 
 def scale_of(std: float) -> int:
