@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,6 +20,7 @@ from radixrt.batch.options import BatchConfig
 from radixrt.batch.record_writer import RecordCounts, RecordWriter
 from radixrt.batch.retry import Retries
 from radixrt.batch.scan import Scan, SoundLine
+from radixrt.batch.suspects import killed_by_it
 from radixrt.batch.tally import Tally
 from radixrt.engine.signals import FirstSignal
 from radixrt.errors import ParameterError, PromptError, ReplicaLostError, SchedulerError
@@ -152,6 +154,10 @@ class _OneLane(Generic[R]):
     is_ready, is_gone = True, False
 
     @property
+    def is_idle(self) -> bool:
+        return not self.runtime.has_work
+
+    @property
     def num_waiting(self) -> int:
         return self.runtime.num_waiting
 
@@ -165,12 +171,14 @@ class _Line(NamedTuple):
     Attributes:
         position: of its record in the output.
         keep: tokens of its prompt that later lines need (`Request.reusable_len`).
-        piece: its place in the planned run; None for one that is not there, or runs again.
+        piece: its place in the planned run; None for one that is not there.
+        is_retry: whether it runs again because its pass failed.
     """
 
     position: int
     keep: int | None = None
     piece: int | None = None
+    is_retry: bool = False
 
 
 @dataclass(frozen=True)
@@ -229,7 +237,7 @@ class BatchRun(Generic[R]):
         self._interrupted = interrupted
         self._options = options
         self._pending: dict[int | str, _PendingLine[R]] = {}  # by the id of the request
-        self._retries = Retries()
+        self._retries: Retries[_Line] = Retries()
         self._first_hits: dict[int, int] = {}  # cached tokens that a line's first try had, by position
         self._meter = Meter(runtime)
         self._replicas: ReplicatedRuntime[R] | None = None
@@ -379,7 +387,7 @@ class BatchRun(Generic[R]):
             fed = False
             ready = next((number for number, lane in enumerate(self._lanes) if lane.is_ready), None)
             if ready is not None and not self._pending and (again := self._retries.take()):
-                self._submit(ready, [_Line(position) for position in again])
+                self._submit(ready, again)
                 fed = True
             if not self._retries.is_active:
                 for lane, pieces in self._lines.handout.next():
@@ -427,21 +435,23 @@ class BatchRun(Generic[R]):
     def _book(self, outputs: list[RequestOutput]) -> None:
         """Write the records of ended requests, except for aborted ones and those to be run again."""
         failed: list[tuple[_PendingLine[R], RequestOutput]] = []  # all of one pass: a step books one of each lane
-        lost: list[_PendingLine[R]] = []
+        lost: defaultdict[int, list[tuple[_PendingLine[R], RequestOutput]]] = defaultdict(list)  # by lane
         for output in outputs:
             line = self._pending.pop(output.id, None)
             if line is None:
                 continue
             if isinstance(output.cause, ReplicaLostError):
-                lost.append(line)
+                lost[line.lane].append((line, output))
                 continue
             self._end(line.lane, line.line)
             if output.cause is None:
                 self._answer(line, output)
             else:
                 failed.append((line, output))
-        self._put_back(lost)
-        retried = bool(failed) and self._retries.book([line.line.position for line, _ in failed])
+        for lane, found in lost.items():
+            self._lose(lane, found)
+        again = [line.line._replace(keep=None, is_retry=True) for line, _ in failed]
+        retried = bool(failed) and self._retries.book(again)
         for line, output in failed:
             if retried:
                 self._first_hits.setdefault(line.line.position, output.usage.cached_tokens)
@@ -451,16 +461,21 @@ class BatchRun(Generic[R]):
 
     def _end(self, lane: int, line: _Line) -> None:
         """A line has ended, or is one to be retried."""
-        if line.piece is not None:
+        if line.piece is not None and not line.is_retry:
             self._lines.handout.end(lane, line.piece)
 
-    def _put_back(self, lost: list[_PendingLine[R]]) -> None:
-        """Lines that a lost lane had wait again."""
-        for each in lost:
-            if each.line.piece is None:
-                self._retries.put_back(each.line.position)
-            else:
-                self._lines.handout.put_back(each.lane, [each.line.piece])
+    def _lose(self, lane: int, lost: list[tuple[_PendingLine[R], RequestOutput]]) -> None:
+        """Lines that a lane was lost with wait again, but for those that are known to end each process."""
+        handout, by_piece = self._lines.handout, {line.line.piece: (line, output) for line, output in lost}
+        for line, _ in lost:
+            if line.line.is_retry and line.line.piece is not None:
+                handout.suspect(line.line.piece)
+        first = [line.line.piece for line, _ in lost if not line.line.is_retry and line.line.piece is not None]
+        for piece in handout.lose(lane, first) if first else ():
+            line, output = by_piece[piece]
+            self._records.refuse(
+                line.line.position, LineError(LineErrorType.FAILED, killed_by_it(output), line.reply)
+            )
 
     def _answer(self, line: _PendingLine[R], output: RequestOutput) -> None:
         """Write the record of a final output."""

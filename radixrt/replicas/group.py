@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -18,6 +19,7 @@ from tqdm import tqdm
 
 from radixrt.batch.dispatch import Dispatch
 from radixrt.batch.lanes import Handout
+from radixrt.batch.suspects import killed_by_it
 from radixrt.builtin import MODEL_PATH
 from radixrt.cache.prefix_cache import CacheStats
 from radixrt.checks import check_float, check_int
@@ -54,7 +56,8 @@ class ReplicaGroup:
 
     A list is cut into ranges of equal predicted work where prompts share little; a replica that has ended its own
     takes from others (`radixrt.planning.shards`, `radixrt.batch.dispatch`). The requests of a replica that is
-    lost run on others, and on a new process in its place, at most three times.
+    lost run on others, and on a new process in its place. One that is lost with each process that runs it, by
+    itself in the end (`radixrt.batch.suspects`), ends with an error as if its pass had failed.
 
     Args:
         model, options: of `radixrt.config.RuntimeConfig`, for each Runtime; `device` without a number.
@@ -164,13 +167,7 @@ class ReplicaGroup:
                         chosen = [requests[order[piece]] for piece in taken]
                         pieces |= {request.id: (lane, piece) for request, piece in zip(chosen, taken, strict=True)}
                         self.lanes[lane].submit(*chosen)
-                    for output in self.step():
-                        if (at := pieces.pop(output.id, None)) is None:
-                            continue  # of a call that was left early
-                        if isinstance(output.cause, ReplicaLostError):
-                            handout.put_back(at[0], [at[1]])
-                            continue
-                        handout.end(*at)
+                    for output in self._without_lost(self.step(), pieces, handout):
                         if output.cause is not None and on_error == "raise":
                             raise PassError(f"prompt {output.index}: {output.error}") from output.cause
                         bar.update()
@@ -323,6 +320,25 @@ class ReplicaGroup:
             raise DeviceLostError("no replica is left; the log says why each was lost")
         return outputs
 
+    def _without_lost(
+        self, outputs: Sequence[RequestOutput], pieces: dict[int | str, tuple[int, int]], handout: Handout
+    ) -> list[RequestOutput]:
+        """Outputs of requests that need not run again. Takes them out of `pieces`: their lanes and pieces."""
+        ended: list[RequestOutput] = []
+        lost: defaultdict[int, dict[int, RequestOutput]] = defaultdict(dict)  # by lane and piece
+        for output in outputs:
+            if (at := pieces.pop(output.id, None)) is None:
+                continue  # of a call that was left early
+            lane, piece = at
+            if isinstance(output.cause, ReplicaLostError):
+                lost[lane][piece] = output
+            else:
+                handout.end(lane, piece)
+                ended.append(output)
+        for lane, found in lost.items():
+            ended += [_killing(found[piece]) for piece in handout.lose(lane, list(found))]
+        return ended
+
     def _wait_for(self, condition: Callable[[], bool]) -> None:
         """Until a condition holds. Nobody has requests meanwhile."""
         while not condition():
@@ -336,6 +352,12 @@ class ReplicaGroup:
             f"needs up to {request.max_slots} KV slots, but the replicas' pools have {self.limits.pool_tokens}: "
             "shorten it, lower max_new_tokens, or raise max_total_tokens or memory_fraction"
         )
+
+
+def _killing(output: RequestOutput) -> RequestOutput:
+    """The output of a request that ends each process that runs it."""
+    refused = RequestOutput.refused(output.index, killed_by_it(output), output.id)
+    return replace(refused, cause=output.cause)
 
 
 class _Told:
