@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from radixrt.output import RequestOutput
 
@@ -80,9 +81,10 @@ class Suspects:
         self._is_alone.discard(lane)
 
 
-def killed_by_it(lost: RequestOutput) -> str:
-    """What is wrong with a piece that kills, given the output of its last loss."""
-    return f"it ends each process that runs it, also with nothing beside it. The last one: {lost.error}"
+def killed(lost: RequestOutput) -> RequestOutput:
+    """The output of what is known to kill, given that of its last loss."""
+    why = f"it ends each process that runs it, also with nothing beside it. The last one: {lost.error}"
+    return replace(RequestOutput.refused(lost.index, why, lost.id), cause=lost.cause)
 
 
 def _parts(pieces: Sequence[int]) -> list[list[int]]:

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from radixrt.batch.dispatch import Dispatch
 from radixrt.planning.shards import Pieces, Shards, cut_in_pieces, shards
-from scripts.simulate_replicas import LIMITS, LISTS, SHAPE, SPEED, simulated
+from scripts.simulate_replicas import LIMITS, LISTS, SHAPE, SPEED, simulated, tree_list
 
 
 @pytest.mark.long_unless(
@@ -38,6 +38,19 @@ def test_the_end_is_near_the_ideal(name: str, num_replicas: int, off: str) -> No
     assert end <= (taken.sum() + again) / num_replicas * 1.03 + one + prefix
     if factors is None:
         assert again <= 0.03 * taken.sum() + num_replicas * float(pieces.repeated_seconds.max())
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4, 7, 8, 12, 16])
+def test_many_answers_of_few_prompts(num_replicas: int) -> None:
+    """Four prompts of 256 answers each keep 16 replicas busy, each with a quarter of a prompt."""
+    asked, shared = tree_list(8, [(4, (1024, 1024))], (512, 512), 256)
+    pieces = cut_in_pieces(asked, shared, 0 * asked.lengths, num_replicas, LIMITS, SHAPE, SPEED)
+    end, _, taken = simulated(pieces, num_replicas)
+    prompt = float(pieces.repeated_seconds.max())
+    assert end <= taken.sum() / num_replicas * 1.03 + 2 * prompt
+    whole = cut_in_pieces(asked, shared, 0 * asked.lengths, num_replicas, LIMITS, SHAPE, SPEED, split=False)
+    if num_replicas == 16:
+        assert simulated(whole, 16)[0] > 3.9 * end
 
 
 @pytest.mark.parametrize(("repeated", "helped"), [(1.0, [7]), (30.0, [])])

@@ -54,6 +54,15 @@ def alone(prompts: Sequence[list[int]], params: Any = PARAMS) -> list[Any]:
         return told(runtime.generate(prompts, params))
 
 
+def answers(outputs: Sequence[RequestOutput]) -> list[Any]:
+    """All answers of outputs."""
+    found = [[(a.index, a.token_ids, a.text, a.finish_reason) for a in each.outputs] for each in outputs]
+    return [
+        (each.index, own, each.usage.prompt_tokens, each.usage.completion_tokens)
+        for each, own in zip(outputs, found, strict=True)
+    ]
+
+
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 7])
 def test_answers_are_those_of_one_runtime(num_replicas: int) -> None:
     prompts = tree(40)
@@ -91,6 +100,27 @@ def test_calls_draw_anew_as_those_of_one_runtime_do() -> None:
             assert told(group.generate(prompts, PARAMS)) == told(runtime.generate(prompts, PARAMS))
 
 
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 7])
+@pytest.mark.parametrize("counts", [[40], [70, 1, 33, 2], [1, 2, 3, 100]])
+def test_answers_of_one_prompt_on_several_replicas(num_replicas: int, counts: list[int]) -> None:
+    """They are those of one Runtime, in their order, and each replica has some."""
+    prompts = tree(len(counts))
+    params = [SamplingParams(max_new_tokens=6, temperature=1.0, n=count) for count in counts]
+    with simulated_runtime() as runtime:
+        expected = answers(runtime.generate(prompts, params))
+    with group_of(LocalLinks(simulated_runtime), num_replicas) as group:
+        found = group.generate(prompts, params)
+        assert answers(found) == expected
+        assert len({each.id for each in found}) == len(counts)
+        assert {type(each.id) for each in found} == {int}, "those of whole requests"
+        assert min(each.completion_tokens for each in group.replica_figures) > 0
+        assert all(
+            each.usage.cached_tokens + each.usage.computed_tokens == len(p)
+            for each, p in zip(found, prompts, strict=True)
+        )
+        assert not group.has_work
+
+
 ACTIONS = ("advance", "advance all", "slow", "double", "crash", "crash and lose", "hang", "time")
 
 
@@ -98,9 +128,12 @@ ACTIONS = ("advance", "advance all", "slow", "double", "crash", "crash and lose"
 @given(
     num_replicas=st.integers(1, 4),
     num_prompts=st.integers(1, 40),
+    most_answers=st.sampled_from([1, 1, 30]),
     actions=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 3), st.integers(1, 4)), max_size=60),
 )
-def test_faults(num_replicas: int, num_prompts: int, actions: list[tuple[str, int, int]]) -> None:
+def test_faults(
+    num_replicas: int, num_prompts: int, most_answers: int, actions: list[tuple[str, int, int]]
+) -> None:
     """Each prompt has one output, that of one Runtime; or all replicas were lost too often, and that is said."""
     clock, waiting = Clock(), list(reversed(actions))
 
@@ -129,12 +162,13 @@ def test_faults(num_replicas: int, num_prompts: int, actions: list[tuple[str, in
             link.crash(loses_messages=action == "crash and lose")
 
     prompts = tree(num_prompts)
+    params = [replace(PARAMS, n=most_answers if n % 20 == 3 else 1) for n in range(num_prompts)]
     links = LocalLinks(simulated_runtime)
     with group_of(links, num_replicas, clock) as group:
         links.on_wait = on_wait
         found: list[RequestOutput] = []
         try:
-            found.extend(group.generate_iter(prompts, PARAMS, on_error="return"))
+            found.extend(group.generate_iter(prompts, params, on_error="return"))
         except DeviceLostError:
             assert links.started >= num_replicas * (1 + MAX_RESTARTS)
             assert len({output.index for output in found}) == len(found) < num_prompts
@@ -142,7 +176,8 @@ def test_faults(num_replicas: int, num_prompts: int, actions: list[tuple[str, in
         restarts = sum(each.restarts for each in group.replica_figures)
         assert links.started <= num_replicas + restarts
         found.sort(key=lambda output: output.index)
-        pairs = list(zip(told(found), alone(prompts), strict=True))
+        with simulated_runtime() as runtime:
+            pairs = list(zip(answers(found), answers(runtime.generate(prompts, params)), strict=True))
         wrong = [output for output, (own, expected) in zip(found, pairs, strict=True) if own != expected]
         assert not wrong or restarts >= 4, "fewer losses than a request has before it is the cause"
         assert all("ends each process" in (output.error or "") for output in wrong)
@@ -416,7 +451,8 @@ def test_a_batch(batch: tuple[Path, list[Any]], order: Any, tmp_path: Path) -> N
 def test_a_batch_survives_crashes(crashes: list[tuple[int, int]], loses: bool, tmp_path_factory: Any) -> None:
     folder = tmp_path_factory.mktemp("batch")
     source = folder / "in.jsonl"
-    source.write_text("".join(json.dumps({"token_ids": p, "max_tokens": 4}) + "\n" for p in tree(40)))
+    lines = [{"token_ids": p, "max_tokens": 4, "n": 50 if i == 7 else 1} for i, p in enumerate(tree(40))]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with simulated_runtime() as runtime:
         runtime.run_batch(source, folder / "one.jsonl")
     waiting = list(reversed(crashes))
@@ -479,7 +515,8 @@ def test_lines_that_kill_their_process(
     """Each gets an error record, those of other lines are as without them, and no replica stays away."""
     folder = tmp_path_factory.mktemp("batch")
     source = folder / "in.jsonl"
-    source.write_text("".join(json.dumps({"token_ids": p, "max_tokens": 4}) + "\n" for p in tree(60)))
+    lines = [{"token_ids": p, "max_tokens": 4, "n": 80 if i == 7 else 1} for i, p in enumerate(tree(60))]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with simulated_runtime() as runtime:
         runtime.run_batch(source, folder / "one.jsonl")
 
