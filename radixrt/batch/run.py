@@ -220,8 +220,11 @@ class _PlannedLines:
     def line(self, piece: int) -> _Line:
         """The line of a piece."""
         place = int(self.pieces.places[piece])
-        position, keep = int(self.order[place]), None if self.keep is None else int(self.keep[place])
-        return _Line(position, keep, piece, part_at(self.pieces, piece, int(self.num_answers[position])))
+        position = int(self.order[place])
+        part = part_at(self.pieces, piece, int(self.num_answers[position]))
+        # Further parts need all of their prompt.
+        keep = None if self.keep is None or part is not None else int(self.keep[place])
+        return _Line(position, keep, piece, part)
 
 
 class BatchRun(Generic[R]):

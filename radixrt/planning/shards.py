@@ -20,6 +20,7 @@ from radixrt.workloads.bound import DeviceSpeed, ModelShape
 
 TOLERANCE = 0.02  # of a range's work, that a cut may be off without counting
 PARTS_OF_A_RANGE = 32  # at least, of prompts with several answers: a cut is off by half a part
+PARTS_AT_ONCE = 8  # that a replica runs, at least: what it was given, others cannot take
 
 
 @dataclass(frozen=True)
@@ -184,9 +185,11 @@ def cut_in_pieces(
 
     # A further part of a prompt finds all of the prompt but its last token, unless it is scored.
     seconds = (prompt + asked.num_answers * answer).sum() / num_replicas / PARTS_OF_A_RANGE
+    most_of_a_part = limits.max_running_requests // PARTS_AT_ONCE
     may_split = split & (num_replicas > 1) & (asked.match_limits >= asked.lengths - 1)
-    most = np.where(may_split, np.maximum(1.0, seconds / np.maximum(answer, 1e-30)), np.inf)
-    size = np.maximum(1, np.minimum(most, asked.num_answers)).astype(np.int64)
+    most = seconds / np.maximum(answer, 1e-30)
+    size = np.where(may_split & (most < asked.num_answers), np.minimum(most, most_of_a_part), asked.num_answers)
+    size = np.maximum(1, size).astype(np.int64)
     counts = -(-asked.num_answers // size)
     places = np.repeat(np.arange(len(counts)), counts)
     nth = np.arange(len(places)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -281,7 +281,9 @@ class ReplicaGroup:
         for lane in self.lanes:
             lane.begin_list()
         dispatch = Dispatch(shards(pieces, len(self.lanes)))
-        return Handout(dispatch, self.lanes, first=self.limits.max_running_requests, clock=self._clock)
+        answers = float(pieces.num_answers.mean()) if len(pieces) else 1.0  # of a piece
+        first = max(1, int(self.limits.max_running_requests / answers))
+        return Handout(dispatch, self.lanes, first, self._clock)
 
     def close(self) -> None:
         """End all replicas; again: nothing."""

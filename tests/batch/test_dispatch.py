@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from radixrt.batch.dispatch import Dispatch
 from radixrt.planning.shards import Pieces, Shards, cut_in_pieces, shards
-from scripts.simulate_replicas import LIMITS, LISTS, SHAPE, SPEED, simulated, tree_list
+from scripts.simulate_replicas import LIMITS, LISTS, SHAPE, SPEED, simulated
 
 
 @pytest.mark.long_unless(
@@ -43,7 +43,7 @@ def test_the_end_is_near_the_ideal(name: str, num_replicas: int, off: str) -> No
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 4, 7, 8, 12, 16])
 def test_many_answers_of_few_prompts(num_replicas: int) -> None:
     """Four prompts of 256 answers each keep 16 replicas busy, each with a quarter of a prompt."""
-    asked, shared = tree_list(8, [(4, (1024, 1024))], (512, 512), 256)
+    asked, shared = LISTS["few prompts"]()
     pieces = cut_in_pieces(asked, shared, 0 * asked.lengths, num_replicas, LIMITS, SHAPE, SPEED)
     end, _, taken = simulated(pieces, num_replicas)
     prompt = float(pieces.repeated_seconds.max())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -93,7 +94,9 @@ def test_answers_of_one_prompt_are_split_where_they_outweigh_a_range() -> None:
     np.testing.assert_array_equal(of.first_answers[split], np.append(0, ends[:-1]))
     assert ends[-1] == 1000
     assert of.seconds[split][1:].max() <= of.seconds.sum() / 4 / PARTS_OF_A_RANGE
-    assert split.sum() <= 5 * PARTS_OF_A_RANGE, "no more than that needs"
+    assert of.num_answers[split].max() == 2, "an eighth of what runs at once"
+    of = pieces_of(plan, 4, replace(LIMITS, max_running_requests=512), SHAPE, SPEED)
+    assert of.is_part.sum() <= 5 * PARTS_OF_A_RANGE, "no more than that needs"
     assert found.repeated_tokens.max() == 49, "the last token is computed by each answer"
     assert len(pieces(plan, 1)) == 3
     assert len(pieces_of(plan, 4, LIMITS, SHAPE, SPEED, split=False)) == 3
