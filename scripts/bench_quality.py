@@ -46,13 +46,13 @@ class Measured:
         return math.exp(-fmean(token.logprob for token in self.tokens))
 
     def compared(self, other: Measured) -> tuple[str, ...]:
-        """Beside another setting, for a row: the mean distance of the log-probabilities of the documents' tokens; how
-        often the likeliest next token is the same; how many answers are equal; and the share of their tokens
-        before the first one that differs.
+        """Beside another setting, for a row: the mean distance of the log-probabilities of the documents' tokens;
+        how often the likeliest next token is the same; how many answers are equal; and the share of the other's
+        tokens before the first one that differs.
         """
         pairs = list(zip(self.tokens, other.tokens, strict=True))
         answers = list(zip(self.answers, other.answers, strict=True))
-        same = sum(len(list(takewhile(lambda pair: pair[0] == pair[1], zip(*pair)))) for pair in answers)
+        same = sum(map(_common, *zip(*answers, strict=True)))
         return (
             f"{fmean(abs(own.logprob - its.logprob) for own, its in pairs):.4f}",
             f"{fmean(own.top[0][0] == its.top[0][0] for own, its in pairs):.2%}",
@@ -62,7 +62,7 @@ class Measured:
 
 
 def measured(model: str, options: dict[str, Any], questions: Sequence[dict[str, str]], most: int) -> Measured:
-    """Run a model under a setting: the documents of questions, and these, with answers of at most `most` tokens."""
+    """Run a model under a setting: the documents, and questions about them, with at most so many tokens each."""
     folder = QUESTIONS.parent
     documents = {asked["document"]: "" for asked in questions}
     documents = {name: (folder / name).read_text(encoding="utf-8") for name in documents}
@@ -80,6 +80,11 @@ def measured(model: str, options: dict[str, Any], questions: Sequence[dict[str, 
         tuple(token for output in _listed(scored) for token in output.prompt_logprobs or ()),
         tuple(output.token_ids for output in _listed(answers)),
     )
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two answers have in common, from the first one on."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _listed(outputs: RequestOutput | list[RequestOutput]) -> list[RequestOutput]:
