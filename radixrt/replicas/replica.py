@@ -199,8 +199,8 @@ class Replica:
         elif "ended" in body:
             for value in body["ended"]:
                 if value["id"] == TRIAL:
-                    if value["cause"] is not None:
-                        return self._lose(f"it cannot answer: {value['cause']}")
+                    if (failure := output_of(value, _trial()).failure) is not None:
+                        return self._lose(f"it cannot answer: {failure}")
                     self.is_ready = True
                 # What is not there was ended already, or sent twice.
                 if (request := self._unfinished.pop(value["id"], None)) is not None:
