@@ -112,7 +112,8 @@ class Replica:
         self._activity, self._stats, self.num_running = Activity(), _NO_STATS, 0
 
     def begin_list(self) -> None:
-        """Figures are those of a list that begins now."""
+        """Figures are those of a list that begins now, and it may be lost as often as allowed again."""
+        self._lost_unready = self._lost_in_vain = 0
         self._began, self._busy_before = self._clock(), self.activity.busy_seconds
         self.figures = ReplicaFigures(self.figures.device)
 
