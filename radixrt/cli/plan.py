@@ -139,7 +139,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         expectation = plan.expect(limits, shape, card.speed)
         ranges = None
         if arguments.replicas > 1:
-            pieces = pieces_of(plan, arguments.replicas, limits, shape, card.speed, split=False)
+            pieces = pieces_of(plan, arguments.replicas, limits, shape, card.speed)
             ranges = shards(pieces, arguments.replicas)
         told: dict[str, Any] = {
             "expectation": expectation,

@@ -132,7 +132,7 @@ class Bookkeeper:
 
     def _forked(self, answer: Answer) -> tuple[Answer, ...]:
         """All answers to a prompt whose first tokens are there; those after the first one wait from now on."""
-        answer.children = tuple(answer.fork(k) for k in range(1, answer.num_answers))
+        answer.children = tuple(answer.fork(answer.sample_index + k) for k in range(1, answer.num_answers))
         for child in answer.children:
             self.admission.enqueue(child)
         return answer.family
