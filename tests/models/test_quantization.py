@@ -20,6 +20,8 @@ from radixrt.errors import ModelError
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import load_model, reload_weights
 from radixrt.models.quantization import read_quantization
+from radixrt.runtime import Runtime
+from radixrt.sampling_params import SamplingParams
 from tests.models.test_parity import Session, assert_close, dense, prompt
 from tests.support import checkpoints
 from tests.support.interpreter import require_interpreter
@@ -332,3 +334,31 @@ REFUSED: list[tuple[object, str]] = [
 def test_other_formats_are_refused_by_name(given: object, message: str) -> None:
     with pytest.raises(ModelError, match=f"quantization_config of config.json .*{message}.*: take the checkpoint"):
         read_quantization(given)
+
+
+# --- in a Runtime ---
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("form", ["fp8 blocks", "compressed channels"])
+def test_prompts_that_are_cached_and_captured(form: str, where: str, tmp_path: Path) -> None:
+    """As alone, and without a cache: each row is quantised by itself."""
+    write(llama(), tmp_path, form)
+    prompts = [prompt(40, 1)[:30] + prompt(9, seed) for seed in range(5)]
+    params = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True, logprobs=0)
+    on_gpu = where == "cuda"
+    options: dict[str, Any] = {
+        "device": where,
+        "dtype": "bfloat16" if on_gpu else "float32",
+        "max_total_tokens": 1000,
+        "max_running_requests": 8,
+    }
+    with Runtime(tmp_path, **options, cuda_graphs=False) as runtime:
+        alone = [runtime.generate(ids, params) for ids in prompts]
+    with Runtime(tmp_path, **options) as runtime:
+        runtime.generate(prompts[0], params)
+        together = runtime.generate(prompts, params)
+    assert all(output.usage.cached_tokens >= 30 for output in together)
+    # Later tokens follow others where two are almost alike.
+    ours, theirs = ([output.logprobs[0].logprob for output in outputs] for outputs in (together, alone))
+    assert ours == pytest.approx(theirs, abs=0.3 if on_gpu else 1e-4)

@@ -186,11 +186,12 @@ def _check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Non
 
 
 def _torch_can(x: Tensor, weight: Tensor, *, groups: bool) -> bool:
-    """Whether torch's scaled product serves: on a GPU, for scales of rows, sizes that are multiples of 16, and
-    results in bfloat16.
+    """Whether torch's scaled product serves: for scales of rows, sizes that are multiples of 16, and results in
+    bfloat16. It is used on Hopper alone, as other GPUs were not tried.
     """
-    sizes_fit = weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0
-    return x.device.type == "cuda" and x.dtype == torch.bfloat16 and sizes_fit and not groups and len(x) > 0
+    if x.device.type != "cuda" or not gpu_of(x.device).has_wgmma or groups or len(x) == 0:
+        return False
+    return x.dtype == torch.bfloat16 and all(size % 16 == 0 for size in weight.shape)
 
 
 def torch_scaled_product(

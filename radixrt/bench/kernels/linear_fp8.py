@@ -1,7 +1,5 @@
 """Projections of weights in e4m3, with the quantisation of x: as layers compute them, and in bfloat16."""
 
-# Tests: tests/bench/test_kernels.py
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence

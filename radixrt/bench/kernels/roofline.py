@@ -20,7 +20,7 @@ class Machine:
         exps: exponentials a second; not measured, see EXPS_PER_SM.
         l2_bytes: of its L2 cache.
         host_to_device, device_to_host: its link's bandwidth, in bytes/s, from and to pinned memory.
-        e4m3_flops: dense products of e4m3, in operations/s; None where it has none.
+        e4m3_flops: dense products of e4m3, in operations/s; None where torch's are not used.
     """
 
     name: str
