@@ -29,6 +29,10 @@ class Matcher(Protocol):
 class Form(Protocol):
     """A form, compiled once for all answers that are to have it."""
 
+    @property
+    def vocab_size(self) -> int:
+        """Of the model's logits."""
+
     def matcher(self) -> Matcher:
         """A matcher at the beginning of an answer."""
 

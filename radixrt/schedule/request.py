@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from radixrt.cache.radix_tree import DEFAULT_NAMESPACE, Namespace, Tokens
+from radixrt.forms.matcher import Form
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.builder import TextBuilder
 
@@ -28,6 +29,7 @@ class Request:
     reusable_len: int | None = None
     priority: int = 0  # lower ones are served first
     id: int | str = -1  # in its Runtime: the caller's own name, or a number
+    form: Form | None = None  # which its answers are to have
 
     prompt_len: int = field(init=False)
     max_len: int = field(init=False)  # tokens of the prompt and its longest answer
