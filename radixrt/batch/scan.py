@@ -20,10 +20,11 @@ import numpy as np
 
 from radixrt.arrays import BoolArray, Int32Array, Int64Array
 from radixrt.batch.formats.line_format import LineParser
-from radixrt.batch.formats.record import InputRecord, LineError, LineErrorType, Reply
+from radixrt.batch.formats.record import FORM_ENGINE, InputRecord, LineError, LineErrorType, Reply
 from radixrt.batch.formats.source import BadLine
 from radixrt.errors import ParameterError, PromptError, TokenizerError
 from radixrt.files.disk import file_error, new_file
+from radixrt.forms.matcher import Form
 from radixrt.planning.demands import Demands
 from radixrt.planning.token_store import TokenStore, TokenWriter
 from radixrt.sampling_params import SamplingParams
@@ -46,6 +47,9 @@ class Checked(Protocol):
 
     @property
     def max_new_tokens(self) -> int: ...
+
+    @property
+    def form(self) -> Form | None: ...
 
 
 Check = Callable[[Int32Array | str | Sequence[Any] | Chat, SamplingParams, int], Checked]
@@ -279,7 +283,10 @@ class _Writer:
             return np.zeros(0, np.int32), entry
         prompt_len, params = len(checked.prompt_ids), record.sampling_params
         self._columns.append((line, checked.max_new_tokens, params.n, params.match_limit(prompt_len), False))
-        return checked.prompt_ids, {"params": parameters_as_json(record.sampling_params), "reply": record.reply}
+        reply = record.reply
+        if params.form is not None:  # `line_format` tells what has compiled it
+            reply = {**reply, FORM_ENGINE: getattr(checked.form, "engine", None)}
+        return checked.prompt_ids, {"params": parameters_as_json(params), "reply": reply}
 
     def _take_custom_id(self, record: InputRecord) -> None:
         if record.custom_id is None:

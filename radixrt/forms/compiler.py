@@ -7,7 +7,7 @@ import json
 import threading
 from collections import OrderedDict
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -126,6 +126,12 @@ class FormCompiler:
         ):
             self._kept_bytes -= self._kept.popitem(last=False)[1][1]
         return made
+
+
+@lru_cache(maxsize=4)
+def form_compiler(vocabulary: Vocabulary) -> FormCompiler:
+    """One for all that use the same tokens. Raises FormError where a package is missing."""
+    return FormCompiler(vocabulary)
 
 
 def _engines(asked: AskedForm) -> tuple[str, ...]:

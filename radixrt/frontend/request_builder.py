@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from radixrt.cache.radix_tree import Namespace
 from radixrt.checks import check_int
 from radixrt.errors import FormError, ParameterError, PromptError, TokenizerError
-from radixrt.forms.compiler import FormCompiler
+from radixrt.forms.compiler import FormCompiler, form_compiler
 from radixrt.forms.matcher import Form
 from radixrt.forms.vocabulary import Vocabulary
 from radixrt.frontend.sampling_aliases import sampling_params_from_dict
@@ -297,7 +297,7 @@ class RequestBuilder:
             if self._forms is None:
                 if self.tokenizer is None:
                     raise FormError(f"{asked.kind} needs a tokenizer, and the model's folder has none")
-                self._forms = FormCompiler(_vocabulary(self.tokenizer, self.config))
+                self._forms = form_compiler(_vocabulary(self.tokenizer, self.config))
         return self._forms.compile(asked, stop_ids)
 
     def _spelled(self, word: str | tuple[int, ...]) -> list[tuple[int, ...]]:
