@@ -24,7 +24,6 @@ from radixrt.batch.formats.record import FORM_ENGINE, InputRecord, LineError, Li
 from radixrt.batch.formats.source import BadLine
 from radixrt.errors import ParameterError, PromptError, TokenizerError
 from radixrt.files.disk import file_error, new_file
-from radixrt.forms.matcher import Form
 from radixrt.planning.demands import Demands
 from radixrt.planning.token_store import TokenStore, TokenWriter
 from radixrt.sampling_params import SamplingParams
@@ -47,9 +46,6 @@ class Checked(Protocol):
 
     @property
     def max_new_tokens(self) -> int: ...
-
-    @property
-    def form(self) -> Form | None: ...
 
 
 Check = Callable[[Int32Array | str | Sequence[Any] | Chat, SamplingParams, int], Checked]
@@ -285,7 +281,7 @@ class _Writer:
         self._columns.append((line, checked.max_new_tokens, params.n, params.match_limit(prompt_len), False))
         reply = record.reply
         if params.form is not None:  # `line_format` tells what has compiled it
-            reply = {**reply, FORM_ENGINE: getattr(checked.form, "engine", None)}
+            reply = {**reply, FORM_ENGINE: getattr(getattr(checked, "form", None), "engine", None)}
         return checked.prompt_ids, {"params": parameters_as_json(params), "reply": reply}
 
     def _take_custom_id(self, record: InputRecord) -> None:

@@ -27,8 +27,8 @@ STACK_BYTES = 2**20  # half of what the threads that fill masks have
 # may write blanks for ever.
 WHITESPACE = r"( ?|\n[ \t]{0,64})"
 MAX_WHITESPACE = 64
-_OPTIONS = {"whitespace_pattern": WHITESPACE}  # those of `x-guidance` in a schema go before them
-_STRICT = {"lenient": False}  # no keyword is ignored, whatever a schema says
+_OPTIONS: Any = {"whitespace_pattern": WHITESPACE}  # those of `x-guidance` in a schema go before them
+_STRICT: Any = {"lenient": False}  # no keyword is ignored, whatever a schema says
 
 
 class Refusal(Exception):
@@ -51,7 +51,7 @@ def token_map(vocabulary: dict[str, Any]) -> Any:
 
 def _tokens_of(tokens: list[bytes], special_ids: list[int], end_ids: list[int] | None) -> Any:
     """A tokenizer by the bytes of its tokens, as llguidance wraps it."""
-    from llguidance import TokenizerWrapper  # type: ignore[attr-defined]
+    from llguidance import TokenizerWrapper
 
     ids = {token: i for i, token in reversed(list(enumerate(tokens))) if i not in set(special_ids)}
     longest = max(map(len, tokens))

@@ -51,8 +51,8 @@ class LlguidanceForm:
         """See `Form`."""
         return LlguidanceMatcher(self._beginning.deep_copy(), self._ends)
 
-    def fill(self, matchers: Sequence[LlguidanceMatcher], masks: Int32Array) -> None:
-        """See `Form`; masks are made by as many threads as there are cores, up to 16."""
+    def fill(self, matchers: Sequence[Any], masks: Int32Array) -> None:
+        """See `Form`; matchers are of this kind. As many threads make masks as there are cores, up to 16."""
         if not masks.flags.c_contiguous or masks.shape[0] < len(matchers):
             raise ValueError(f"masks are {masks.shape}, {masks.strides}; they must be rows without gaps")
         inner = [(matcher.inner, row) for row, matcher in enumerate(matchers)]

@@ -1,5 +1,7 @@
 """What the scheduler knows of a form: a matcher for each answer, which fills the mask of its next token."""
 
+# Tests: tests/test_forms.py, tests/schedule/test_masks.py
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -59,8 +59,8 @@ class XgrammarForm:
 
         return XgrammarMatcher(GrammarMatcher(self._grammar), self._ends, self.vocab_size)
 
-    def fill(self, matchers: Sequence[XgrammarMatcher], masks: Int32Array) -> None:
-        """See `Form`."""
+    def fill(self, matchers: Sequence[Any], masks: Int32Array) -> None:
+        """See `Form`; matchers are of this kind."""
         for row, matcher in enumerate(matchers):
             if matcher.inner.is_terminated():
                 matcher.ends.leave_out(masks[row])

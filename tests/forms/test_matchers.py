@@ -215,13 +215,13 @@ def test_masks_of_many_answers(subject: Subject) -> None:
     forms = [subject.compiler.compile(AskedForm("choice", text), subject.ends) for text in ('["aa"]', '["b","c"]')]
     matchers = [forms[place % 2].matcher() for place in range(9)]
     masks = np.zeros((9, mask_words(forms[0].vocab_size)), np.int32)
-    forms[0].fill(matchers, masks)  # type: ignore[arg-type]
+    forms[0].fill(matchers, masks)
     for row, matcher in enumerate(matchers):
         found = np.flatnonzero(np.unpackbits(masks[row].view(np.uint8), bitorder="little"))
         assert found.tolist() == allowed(forms[0], matcher)
     assert not np.array_equal(masks[0], masks[1])
     with pytest.raises(ValueError, match="rows without gaps"):
-        forms[0].fill(matchers, masks[:, ::2])  # type: ignore[arg-type]
+        forms[0].fill(matchers, masks[:, ::2])
 
 
 def test_a_matcher_that_cannot_go_on_says_so(subject: Subject) -> None:
@@ -232,7 +232,7 @@ def test_a_matcher_that_cannot_go_on_says_so(subject: Subject) -> None:
         matcher.push(9)
     assert not matcher.is_complete
     mask = np.zeros((1, mask_words(form.vocab_size)), np.int32)
-    form.fill([matcher], mask)  # type: ignore[list-item]
+    form.fill([matcher], mask)
     found = np.unpackbits(mask.view(np.uint8), bitorder="little")
     assert found.sum() > 1000
     assert not found[2]
