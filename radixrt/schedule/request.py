@@ -41,4 +41,4 @@ class Request:
         put(self, "prompt_len", prompt_len)
         put(self, "max_len", prompt_len + self.max_new_tokens)
         put(self, "max_slots", prompt_len + max(1, self.max_new_tokens) - 1)
-        put(self, "may_stop", bool(self.stop_ids) or self.make_text is not None)
+        put(self, "may_stop", bool(self.stop_ids) or self.make_text is not None or self.form is not None)
