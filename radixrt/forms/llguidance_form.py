@@ -55,10 +55,17 @@ class LlguidanceForm:
         """See `Form`; matchers are of this kind. As many threads make masks as there are cores, up to 16."""
         if not masks.flags.c_contiguous or masks.shape[0] < len(matchers):
             raise ValueError(f"masks are {masks.shape}, {masks.strides}; they must be rows without gaps")
-        inner = [(matcher.inner, row) for row, matcher in enumerate(matchers)]
+        rows: dict[int, int] = {}  # of each matcher, which the n answers to a prompt begin with together
+        inner = [
+            (matcher.inner, row)
+            for row, matcher in enumerate(matchers)
+            if rows.setdefault(id(matcher), row) == row
+        ]
         _executor().unsafe_compute_mask_ptr(inner, masks.ctypes.data, masks.strides[0], len(masks))
         for row, matcher in enumerate(matchers):
-            if matcher.inner.is_error():
+            if (first := rows[id(matcher)]) != row:
+                masks[row] = masks[first]
+            elif matcher.inner.is_error():
                 matcher.ends.leave_out(masks[row])
             elif matcher.ends.wanted != matcher.ends.known:
                 matcher.ends.put(masks[row])

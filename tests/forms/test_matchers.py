@@ -220,6 +220,9 @@ def test_masks_of_many_answers(subject: Subject) -> None:
         found = np.flatnonzero(np.unpackbits(masks[row].view(np.uint8), bitorder="little"))
         assert found.tolist() == allowed(forms[0], matcher)
     assert not np.array_equal(masks[0], masks[1])
+    twice = [matchers[place] for place in (0, 0, 1, 0)]  # as the n answers to a prompt begin
+    forms[0].fill(twice, masks)
+    assert [np.array_equal(masks[0], masks[row]) for row in range(4)] == [True, True, False, True]
     with pytest.raises(ValueError, match="rows without gaps"):
         forms[0].fill(matchers, masks[:, ::2])
 
