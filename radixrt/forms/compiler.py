@@ -113,7 +113,7 @@ class FormCompiler:
             return self._kept[key][0]
         try:
             if key[0] == LLGUIDANCE:
-                made = compiled(self._tokens, asked.kind, asked.text)
+                made = compiled(self._tokens, asked.kind, asked.text, self._vocabulary.drops_blank)
             else:
                 made = xgrammar_grammar(self._xgrammar, asked.kind, asked.text)
         except Refusal as error:  # where the limits of a run are lower than those of the trial

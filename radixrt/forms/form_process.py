@@ -77,12 +77,15 @@ def _tokens_of(tokens: list[bytes], special_ids: list[int], end_ids: list[int] |
     return TokenizerWrapper(Tokens())
 
 
-def llguidance_matcher(tokens: Any, kind: str, text: str) -> Any:
-    """An LLMatcher. Raises Refusal."""
+def llguidance_matcher(tokens: Any, kind: str, text: str, drops_blank: bool) -> Any:
+    """An LLMatcher, of bytes that may begin with a blank that is dropped. Raises Refusal."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(verbose_errors=False)
-    matcher = LLMatcher(tokens, _llguidance_grammar(kind, text), log_level=0, limits=limits)
+    grammar = _llguidance_grammar(kind, text, drops_blank)
+    if drops_blank and kind != "choice":
+        grammar = _after_a_blank(grammar)
+    matcher = LLMatcher(tokens, grammar, log_level=0, limits=limits)
     if matcher.is_error():
         raise _refusal(matcher)
     return matcher
@@ -92,7 +95,14 @@ def _refusal(matcher: Any) -> Refusal:
     return Refusal(matcher.get_error().partition("<non-verbose/>")[0].strip())
 
 
-def _llguidance_grammar(kind: str, text: str) -> str:
+def _after_a_blank(grammar: str) -> str:
+    """A grammar of llguidance behind a blank that may come: most models begin a word with one."""
+    parts = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
+    parts[0]["name"] = "form"
+    return json.dumps({"grammars": [{"lark_grammar": 'start: " "? @form'}, *parts]})
+
+
+def _llguidance_grammar(kind: str, text: str, drops_blank: bool) -> str:
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 
@@ -102,7 +112,10 @@ def _llguidance_grammar(kind: str, text: str) -> str:
         if kind == "regex":
             return str(LLMatcher.grammar_from_regex(text))
         if kind == "choice":
-            return str(LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, json.loads(text)))}"))
+            choices = json.loads(text)
+            if drops_blank:
+                choices = [f" {choice}" for choice in choices] + [c for c in choices if not c.startswith(" ")]
+            return str(LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, choices))}"))
         if "x-guidance" in text:
             raise Refusal("x-guidance is not taken in a grammar")
         return str(LLMatcher.grammar_from_lark(any_to_lark(text) if "::=" in text else text))
@@ -146,12 +159,12 @@ def _ebnf(text: str) -> str:
 
 
 class _Llguidance:
-    def __init__(self, tokens: Any) -> None:
-        self._tokens = tokens
+    def __init__(self, tokens: Any, drops_blank: bool) -> None:
+        self._tokens, self._drops_blank = tokens, drops_blank
 
     def start(self, kind: str, text: str) -> tuple[Callable[[], bytes], Callable[[int], None]]:
         """Two functions of a matcher: one makes the next mask, one takes a token. They raise Refusal."""
-        matcher = llguidance_matcher(self._tokens, kind, text)
+        matcher = llguidance_matcher(self._tokens, kind, text, self._drops_blank)
 
         def mask() -> bytes:
             found = bytes(matcher.compute_bitmask())
@@ -167,7 +180,7 @@ class _Llguidance:
 
 
 class _Xgrammar:
-    def __init__(self, tokens: Any) -> None:
+    def __init__(self, tokens: Any, drops_blank: bool) -> None:
         self._compiler, self._size = xgrammar_compiler(tokens), tokens.vocab_size
 
     def start(self, kind: str, text: str) -> tuple[Callable[[], bytes], Callable[[int], None]]:
@@ -193,7 +206,7 @@ class _Engines:
 
     def __init__(self, vocabulary: dict[str, Any], max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._tokens = token_map(vocabulary)
+        self._tokens, self._drops_blank = token_map(vocabulary), vocabulary["drops_blank"]
         self._end_ids = set(self._tokens.eos_tokens)
         self._loaded: dict[str, Any] = {}
 
@@ -201,7 +214,8 @@ class _Engines:
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         if name not in self._loaded:
             resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
-            self._loaded[name] = {LLGUIDANCE: _Llguidance, XGRAMMAR: _Xgrammar}[name](self._tokens)
+            engine = {LLGUIDANCE: _Llguidance, XGRAMMAR: _Xgrammar}[name]
+            self._loaded[name] = engine(self._tokens, self._drops_blank)
         limit = _memory()[0] + self._max_bytes
         # macOS knows this limit, and takes no notice of it.
         resource.setrlimit(resource.RLIMIT_AS, (limit if hard < 0 else min(limit, hard), hard))

@@ -71,9 +71,9 @@ class LlguidanceForm:
                 matcher.ends.put(masks[row])
 
 
-def compiled(tokens: Any, kind: str, text: str) -> Any:
+def compiled(tokens: Any, kind: str, text: str, drops_blank: bool) -> Any:
     """An LLMatcher at the beginning of a form, for tokens of `token_map`. Raises Refusal."""
-    matcher = llguidance_matcher(tokens, kind, text)
+    matcher = llguidance_matcher(tokens, kind, text, drops_blank)
     matcher.compute_bitmask()  # which each answer begins with
     return matcher
 

@@ -16,6 +16,7 @@ class Vocabulary:
         serialized: the tokenizer as JSON of the package tokenizers, or None.
         tokens: without that, the bytes of each token.
         special_ids: and those that spell nothing.
+        drops_blank: decoding drops a blank that an answer begins with, as Llama's sentencepiece does.
     """
 
     size: int
@@ -23,6 +24,7 @@ class Vocabulary:
     serialized: str | None = None
     tokens: tuple[bytes, ...] = ()
     special_ids: tuple[int, ...] = ()
+    drops_blank: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """As `form_process` reads it."""
@@ -32,4 +34,5 @@ class Vocabulary:
             "serialized": self.serialized,
             "tokens": [token.decode("latin-1") for token in self.tokens],
             "special_ids": self.special_ids,
+            "drops_blank": self.drops_blank,
         }

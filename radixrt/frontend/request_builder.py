@@ -371,10 +371,11 @@ def _vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> Vocabulary:
     """The tokens of a model, for forms. Raises FormError if their bytes are not known."""
     size, end_ids = config.vocab_size, tuple(sorted(config.eos_token_ids))
     if (serialized := tokenizer.serialized()) is not None:
-        return Vocabulary(size, end_ids, serialized)
+        return Vocabulary(size, end_ids, serialized, drops_blank=tokenizer.drops_blank)
     if not (tokens := tokenizer.token_bytes()):
         raise FormError("answers in a form need the bytes of tokens, and this tokenizer does not tell them")
     special_ids = tuple(i for i, token in enumerate(tokens) if token is None)
+    # Not with `drops_blank`: sentencepiece by itself keeps a blank that is a token of one byte.
     return Vocabulary(size, end_ids, None, tuple(token or b"" for token in tokens), special_ids)
 
 

@@ -123,6 +123,13 @@ class Tokenizer:
         return self._token_bytes()
 
     @cached_property
+    def drops_blank(self) -> bool:
+        """Whether `decode` drops a blank that a text begins with, as Llama's sentencepiece does."""
+        pieces = ((i, self.piece(i)) for i in range(self.vocab_size))
+        word = next((i for i, piece in pieces if piece.startswith("▁") and len(piece) > 1), None)
+        return word is not None and not self.decode([word]).startswith(" ")
+
+    @cached_property
     def anchor(self) -> int | None:
         """An ordinary token that spells a letter or digit, or None. Tokens after it keep their leading blank."""
         texts = ((i, self._decode([i], True)) for i in range(self.vocab_size) if i not in self.byte_ids)

@@ -145,9 +145,9 @@ def test_equal_forms_are_compiled_once(vocabulary: Vocabulary, monkeypatch: pyte
     made: list[str] = []
     compiled = compiler_module.compiled
 
-    def counting(tokens: Any, kind: str, text: str) -> Any:
+    def counting(tokens: Any, kind: str, text: str, drops_blank: bool) -> Any:
         made.append(text)
-        return compiled(tokens, kind, text)
+        return compiled(tokens, kind, text, drops_blank)
 
     monkeypatch.setattr(compiler_module, "compiled", counting)
     compiler = FormCompiler(vocabulary, max_kept=2)

@@ -152,6 +152,25 @@ def test_choices(subject: Subject, engine: str) -> None:
     assert len(set(found)) > 2
 
 
+def test_a_blank_that_decoding_drops_may_come_first(subject: Subject) -> None:
+    """As models begin a word; where it is not dropped, it must not."""
+    choices = ["yes", " no", "  oh"]
+    form = subject.compiler.compile(AskedForm("choice", json.dumps(choices)), subject.ends)
+    drops_blank = subject.tokenizer.drops_blank
+    assert drops_blank is (subject.tokenizer.vocab_size == 1632)
+    found = {walk(form, subject.tokenizer, subject.ends, seed) for seed in range(30)}
+    assert found == set(choices)
+    for kind, text in (
+        ("regex", "yes"),
+        ("choice", '["yes"]'),
+        ("grammar", 'start: "yes"'),
+        ("json_schema", "{}"),
+    ):
+        matcher = (form := subject.compiler.compile(AskedForm(kind, text), subject.ends)).matcher()
+        pieces = {subject.tokenizer.decode_inside([i], True) or "" for i in allowed(form, matcher)}
+        assert any(piece.startswith(" ") for piece in pieces) is drops_blank
+
+
 @pytest.mark.parametrize(
     "grammar",
     ['start: "a" B+ ("," B)*\nB: /[0-9]/', 'root ::= "a" b+ ("," b)*\nb ::= [0-9]'],
@@ -243,13 +262,20 @@ def test_a_matcher_that_cannot_go_on_says_so(subject: Subject) -> None:
         matcher.push(5)
 
 
-@pytest.mark.parametrize("kind", ["byte level", "byte fallback, no strip", "bare", "bare, no byte fallback"])
+@pytest.mark.parametrize(
+    "kind", ["byte level", "byte fallback", "byte fallback, no strip", "bare", "bare, no byte fallback"]
+)
 def test_tokenizers_of_other_kinds(kind: str) -> None:
     tokenizer = small_tokenizer(kind)
     tokens = tokenizer.token_bytes()
     special = tuple(i for i, token in enumerate(tokens) if token is None)
     vocabulary = Vocabulary(
-        tokenizer.vocab_size + 40, (2,), tokenizer.serialized(), tuple(token or b"" for token in tokens), special
+        tokenizer.vocab_size + 40,
+        (2,),
+        tokenizer.serialized(),
+        tuple(token or b"" for token in tokens),
+        special,
+        tokenizer.drops_blank and not tokens,
     )
     assert bool(tokens) is (vocabulary.serialized is None)
     compiler = FormCompiler(vocabulary)

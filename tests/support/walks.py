@@ -15,7 +15,7 @@ CLOSING = '"]}'  # the first of these that may come ends the most
 
 
 def compiler_of(tokenizer: Tokenizer, vocab_size: int, end_ids: tuple[int, ...]) -> FormCompiler:
-    return FormCompiler(Vocabulary(vocab_size, end_ids, tokenizer.serialized()))
+    return FormCompiler(Vocabulary(vocab_size, end_ids, tokenizer.serialized(), drops_blank=tokenizer.drops_blank))
 
 
 def allowed(form: KnownForm, matcher: object) -> list[int]:
