@@ -25,8 +25,8 @@ MAX_FIRST_MASK_SECONDS, MAX_MASK_SECONDS = 2.0, 0.2
 STACK_BYTES = 2**20  # half of what the threads that fill masks have
 # Between the tokens of JSON: nothing, a blank, or a new line and its indentation. Without a limit a small model
 # may write blanks for ever.
-WHITESPACE = r"( ?|\n[ \t]{0,32})"
-MAX_WHITESPACE = 32
+WHITESPACE = r"( ?|\n {0,20}|\n\t{0,8})"
+MAX_WHITESPACE = 20
 _OPTIONS: Any = {"whitespace_pattern": WHITESPACE}  # those of `x-guidance` in a schema go before them
 _STRICT: Any = {"lenient": False}  # no keyword is ignored, whatever a schema says
 

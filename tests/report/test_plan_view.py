@@ -350,6 +350,8 @@ def test_forms_that_cannot_be_compiled_are_named(tmp_path: Path, capsys: pytest.
         "  line 2: invalid_parameters: the json_schema cannot be the form of an answer: llguidance: " in shown.err
     )
     assert "  line 3: invalid_parameters: the regex cannot be the form of an answer: llguidance: " in shown.err
+    assert main(["plan", str(EXAMPLES.with_name("forms.jsonl")), "--no-progress"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_cards() -> None:
