@@ -14,6 +14,10 @@ class ParameterError(RadixrtError, ValueError):
     """A parameter is outside its bounds; the message names it, its value and the bound."""
 
 
+class FormError(ParameterError):
+    """An answer cannot have a form: no engine takes it, or it passes a limit. The message says why."""
+
+
 class PromptError(RadixrtError, ValueError):
     """One or more prompts of a call cannot be run; the message names each of them. Nothing has run."""
 

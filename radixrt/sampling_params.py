@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
@@ -10,6 +11,16 @@ from typing import Any, Literal, TypeVar, get_args
 
 import regex
 
+from radixrt.asked_form import (
+    FORM_FIELDS,
+    NESTED,
+    AskedForm,
+    FormEngine,
+    choices,
+    form_engine,
+    form_text,
+    schema_text,
+)
 from radixrt.checks import check_float, check_int
 from radixrt.errors import ParameterError
 
@@ -31,6 +42,12 @@ SPELLINGS = {
     "sampling_seed": "seed",
     "include_stop_str_in_output": "include_stop_str",
     "no_stop_trim": "include_stop_str",
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_grammar": "grammar",
+    "guided_choice": "choice",
+    "guided_json_object": "json_object",
+    "ebnf": "grammar",
 }
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
@@ -41,18 +58,24 @@ _HIDES_ITS_BEGINNING = regex.compile(
     r"(?<!\\)(?:\\\\)*(\\[KG]|\(\*[A-Z]|\(\?[a-zA-Z0-9]*[frV]|\{[\d<=+]*[eids][<>=+,:}])"
 )
 
+JSON_OBJECT = '{"type":"object"}'
+
 T = TypeVar("T")
 _Check = Callable[[str, object], object]  # name and value -> the value to keep; raises ParameterError
 
 
-def by_field(values: Mapping[str, T]) -> dict[str, T]:
+def by_field(values: Mapping[str, Any]) -> dict[str, Any]:
     """Parameters by the fields that their names mean. Raises ParameterError where two names mean the same one."""
     names: dict[str, str] = {}  # field -> the name that gave it
-    for name in values:
-        first = names.setdefault(SPELLINGS.get(name, name), name)
-        if first != name:
-            raise ParameterError(f"{first} and {name} are the same parameter; give one of them")
-    return {field: values[name] for field, name in names.items()}
+    fields: dict[str, Any] = {}
+    for name, value in values.items():
+        read = NESTED.get(name)
+        for field, own in (read(name, value) if read else {SPELLINGS.get(name, name): value}).items():
+            first = names.setdefault(field, name)
+            if first != name:
+                raise ParameterError(f"{first} and {name} are the same parameter; give one of them")
+            fields[field] = own
+    return fields
 
 
 def _takes_spellings(cls: type[T]) -> type[T]:
@@ -61,7 +84,8 @@ def _takes_spellings(cls: type[T]) -> type[T]:
 
     @wraps(init)
     def __init__(self: T, *args: Any, **values: Any) -> None:
-        init(self, *args, **(values if SPELLINGS.keys().isdisjoint(values) else by_field(values)))
+        are_fields = SPELLINGS.keys().isdisjoint(values) and NESTED.keys().isdisjoint(values)
+        init(self, *args, **(values if are_fields else by_field(values)))
 
     cls.__init__ = __init__  # type: ignore[assignment, method-assign]
     return cls
@@ -127,6 +151,15 @@ class SamplingParams:
             before them can come from the cache.
         truncate_prompt_tokens: a longer prompt keeps its last so many tokens, and loses what it begins with, a BOS
             or a system message as well. None: it is as long as it is.
+        json_schema: the answer is a JSON value that the schema takes: a dict, JSON text, a pydantic model or a
+            dataclass, kept as JSON text. At most one of this and the next four is given. An answer that ends by
+            its length, or at a stop string, may be the beginning of such a text. docs/forms.md has the details.
+        regex: the whole answer matches this regular expression.
+        grammar: the answer is a text of this grammar, in Lark or in GBNF (EBNF with `::=`).
+        choice: the answer is one of these strings, distinct and not empty.
+        json_object: the answer is any JSON object.
+        form_engine: what compiles it: "llguidance", "xgrammar", or "auto": llguidance, and xgrammar for what that
+            refuses and xgrammar enforces. Without a form it says nothing.
     """
 
     max_new_tokens: int = 128
@@ -155,6 +188,12 @@ class SamplingParams:
     detokenize: bool = True
     logprobs_mode: LogprobsMode = "raw_logprobs"
     stop_regex: tuple[str, ...] = ()
+    json_schema: str | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: tuple[str, ...] = ()
+    json_object: bool = False
+    form_engine: FormEngine = "auto"
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -168,6 +207,21 @@ class SamplingParams:
         for name, stops in (("stop", self.stop), ("stop_regex", self.stop_regex)):
             if stops and not self.detokenize:
                 raise ParameterError(f"{name} needs a text to look in, but detokenize is False")
+        if len(forms := [name for name in FORM_FIELDS if getattr(self, name)]) > 1:
+            raise ParameterError(f"{' and '.join(forms)} are given; an answer has one form: give one of them")
+
+    @property
+    def form(self) -> AskedForm | None:
+        """The form that answers are to have."""
+        if self.json_schema is not None or self.json_object:
+            return AskedForm("json_schema", self.json_schema or JSON_OBJECT, self.form_engine)
+        if self.regex is not None:
+            return AskedForm("regex", self.regex, self.form_engine)
+        if self.grammar is not None:
+            return AskedForm("grammar", self.grammar, self.form_engine)
+        if self.choice:
+            return AskedForm("choice", json.dumps(self.choice), self.form_engine)
+        return None
 
     def first_scored(self, prompt_len: int) -> int | None:
         """The first of `prompt_len` tokens whose log-probability is wanted; None if none is."""
@@ -329,6 +383,12 @@ _CHECKS: Mapping[str, _Check] = MappingProxyType(
         "skip_special_tokens": _flag,
         "detokenize": _flag,
         "logprobs_mode": _logprobs_mode,
+        "json_schema": _or_none(schema_text),
+        "regex": _or_none(form_text),
+        "grammar": _or_none(form_text),
+        "choice": choices,
+        "json_object": _flag,
+        "form_engine": form_engine,
     }
 )
 _DEFAULTS: Mapping[str, object] = MappingProxyType({field.name: field.default for field in fields(SamplingParams)})

@@ -6,6 +6,7 @@ with what they print) or `json` (lines of a batch file). A block without a kind 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
@@ -91,7 +92,20 @@ def test_a_snippet_that_nothing_would_run_is_found(shown: str) -> None:
 @pytest.mark.whole_gpu
 @pytest.mark.parametrize(
     "page",
-    ["README.md", "docs/python-api.md", "docs/coming-from-vllm-sglang.md", "docs/verify.md", "docs/replicas.md"],
+    [
+        "README.md",
+        "docs/python-api.md",
+        "docs/coming-from-vllm-sglang.md",
+        "docs/verify.md",
+        "docs/replicas.md",
+        pytest.param(
+            "docs/forms.md",
+            marks=pytest.mark.skipif(
+                importlib.util.find_spec("llguidance") is None,
+                reason="llguidance is not installed: pip install 'radixrt[test]'",
+            ),
+        ),
+    ],
 )
 def test_python_prints_what_the_page_says(
     page: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -274,7 +274,10 @@ class ScannedBatch:
         return kept if kept is not None and kept.manifest.num_records == len(self.lines) else None
 
     def _records(self, sink: Sink, counts: RecordCounts, tokenizer: Tokenizer | None) -> RecordWriter:
-        return RecordWriter(self.lines, sink, counts, TokenSpelling(tokenizer), self._batch.options.created)
+        options = self._batch.options
+        return RecordWriter(
+            self.lines, sink, counts, TokenSpelling(tokenizer), options.created, strict_form=options.strict_form
+        )
 
     def _make_output(self, interrupted: FirstSignal) -> None:
         batch = self._batch
@@ -296,7 +299,7 @@ class ScannedBatch:
             weights=weights(),
             tokenizer={"token ids of the input": self.lines.tokens_hash},
             parameters=parameters_as_json(batch.default_params),
-            settings={"seed": seed},
+            settings={"seed": seed, **({"strict_form": True} if batch.options.strict_form else {})},
         )
         options = batch.options
         yield JournalSink(

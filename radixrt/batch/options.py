@@ -24,6 +24,7 @@ class BatchOptions(TypedDict, total=False):
     overwrite: bool
     restart: bool
     strict: bool
+    strict_form: bool
     order: Order
     keep_cache: bool
     progress: bool
@@ -44,6 +45,8 @@ class BatchConfig:
         overwrite: replace an existing output.
         restart: discard the records of an earlier run, of whatever input.
         strict: run nothing if a line is bad.
+        strict_form: an answer that was to have a form, and ended by its length before that was complete, becomes
+            an error record.
         order: in which prompts run. "planned": prompts with a common prefix follow one another, those with the
             longest answers first. "file": first come, first served, for comparison.
         keep_cache: keep prefixes cached after the batch, as far as the pool has room. Otherwise, if the pool is
@@ -66,6 +69,7 @@ class BatchConfig:
     overwrite: bool = False
     restart: bool = False
     strict: bool = False
+    strict_form: bool = False
     order: Order = "planned"
     keep_cache: bool = False
     progress: bool = False

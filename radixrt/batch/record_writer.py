@@ -13,11 +13,11 @@ import numpy as np
 from radixrt.arrays import BoolArray
 from radixrt.batch.error_limit import ErrorLimit
 from radixrt.batch.formats.line_format import error_line, output_line, record_error, record_tally
-from radixrt.batch.formats.record import LineError, LineErrorType, Reply
+from radixrt.batch.formats.record import FORM_ENGINE, LineError, LineErrorType, Reply
 from radixrt.batch.journal.sinks import Sink
 from radixrt.batch.scan import Scan
 from radixrt.batch.tally import ERROR_RECORD, Tally
-from radixrt.output import RequestOutput
+from radixrt.output import FinishReason, RequestOutput
 from radixrt.text.token_spelling import TokenSpelling
 
 _log = logging.getLogger(__name__)
@@ -57,20 +57,28 @@ class RecordWriter:
         sink: takes the records.
         counts: told of each record.
         spelling: of the model's tokens.
-        created: see `BatchConfig`.
+        created, strict_form: see `BatchConfig`.
 
     Attributes:
         finished: `[N]`, lines with a record when the writer was made.
     """
 
     def __init__(
-        self, scan: Scan, sink: Sink, counts: RecordCounts, spelling: TokenSpelling, created: int | None
+        self,
+        scan: Scan,
+        sink: Sink,
+        counts: RecordCounts,
+        spelling: TokenSpelling,
+        created: int | None,
+        *,
+        strict_form: bool = False,
     ) -> None:
         self._scan = scan
         self._sink = sink
         self._counts = counts
         self._spelling = spelling
         self._created = created
+        self._strict_form = strict_form
         self.finished: BoolArray = sink.finished.copy()
         self._missing = len(scan) - int(self.finished.sum())
 
@@ -104,6 +112,13 @@ class RecordWriter:
 
     def answer(self, position: int, reply: Reply, output: RequestOutput) -> bool:
         """Write the record of an output. False if none can be made: then the line has an error record."""
+        if self._strict_form and FORM_ENGINE in reply and output.failure is None:
+            cut = [answer for answer in output.outputs if answer.finish_reason is FinishReason.LENGTH]
+            if cut:
+                count = len(cut[0].token_ids)
+                why = f"the answer ended by its length, after {count} tokens, before its form had ended"
+                self.refuse(position, LineError(LineErrorType.INCOMPLETE_FORM, why, reply))
+                return False
         created = int(time.time()) if self._created is None else self._created
         try:
             record = output_line(output.index, reply, output, created=created, spelling=self._spelling)

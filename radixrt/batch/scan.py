@@ -20,7 +20,7 @@ import numpy as np
 
 from radixrt.arrays import BoolArray, Int32Array, Int64Array
 from radixrt.batch.formats.line_format import LineParser
-from radixrt.batch.formats.record import InputRecord, LineError, LineErrorType, Reply
+from radixrt.batch.formats.record import FORM_ENGINE, InputRecord, LineError, LineErrorType, Reply
 from radixrt.batch.formats.source import BadLine
 from radixrt.errors import ParameterError, PromptError, TokenizerError
 from radixrt.files.disk import file_error, new_file
@@ -279,7 +279,10 @@ class _Writer:
             return np.zeros(0, np.int32), entry
         prompt_len, params = len(checked.prompt_ids), record.sampling_params
         self._columns.append((line, checked.max_new_tokens, params.n, params.match_limit(prompt_len), False))
-        return checked.prompt_ids, {"params": parameters_as_json(record.sampling_params), "reply": record.reply}
+        reply = record.reply
+        if params.form is not None:  # `line_format` tells what has compiled it
+            reply = {**reply, FORM_ENGINE: getattr(getattr(checked, "form", None), "engine", None)}
+        return checked.prompt_ids, {"params": parameters_as_json(params), "reply": reply}
 
     def _take_custom_id(self, record: InputRecord) -> None:
         if record.custom_id is None:

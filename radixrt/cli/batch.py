@@ -90,6 +90,11 @@ def add_batch_command(commands: Any) -> None:
     option("--restart", action="store_true", help="discard the records of an earlier run in OUTPUT.run")
     option("--strict", action="store_true", help="run nothing if a line is bad")
     option(
+        "--strict-form",
+        action="store_true",
+        help="an answer that ended by its length before its form was complete gets an error record",
+    )
+    option(
         "--order",
         choices=("planned", "file"),
         default="planned",
@@ -158,6 +163,7 @@ def _batch(arguments: argparse.Namespace) -> int:
         overwrite=arguments.overwrite,
         restart=arguments.restart,
         strict=arguments.strict,
+        strict_form=arguments.strict_form,
         order=arguments.order,
         keep_cache=hasattr(arguments, "save_cache"),
         progress=arguments.progress,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from radixrt.asked_form import FORM_ENGINES
 from radixrt.batch.formats.source import MAX_LINE
 from radixrt.frontend.sampling_aliases import sampling_params_from_dict
 from radixrt.sampling_params import LOGPROBS_MODES, SamplingParams
@@ -94,6 +95,18 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def _schema(text: str) -> str:
+    """A JSON schema, or the file that holds it."""
+    return text if text.lstrip().startswith("{") else _file_text(text)
+
+
+def _file_text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"cannot read {path}: {error}") from None
+
+
 _DEFAULT = SamplingParams()
 
 SAMPLING = (
@@ -144,6 +157,12 @@ SAMPLING = (
     ),
     Option("prompt_logprobs_start", "first prompt token with one; earlier ones may come from the cache", "N", int),
     Option("truncate_prompt_tokens", "keep the last N tokens of a longer prompt", "N", int),
+    Option("json_schema", "answers are JSON that this schema takes", "FILE_OR_JSON", _schema),
+    Option("json_object", "answers are JSON objects"),
+    Option("regex", "answers match this regular expression as a whole", "REGEX"),
+    Option("choice", "answers are this text, or one of several; may be repeated", "TEXT", repeats=True),
+    Option("grammar", "answers are texts of this grammar, in Lark or GBNF", "FILE", _file_text),
+    Option("form_engine", f"what compiles that ({_DEFAULT.form_engine})", choices=FORM_ENGINES),
 )
 
 MODEL = (

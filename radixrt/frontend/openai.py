@@ -43,7 +43,6 @@ _ONLY: dict[str, tuple[object, ...]] = dict.fromkeys(_UNSUPPORTED, ()) | {
     "functions": ([],),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
     "stream": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
 
 import numpy as np
@@ -17,7 +18,10 @@ from numpy.typing import NDArray
 
 from radixrt.cache.radix_tree import Namespace
 from radixrt.checks import check_int
-from radixrt.errors import ParameterError, PromptError, TokenizerError
+from radixrt.errors import FormError, ParameterError, PromptError, TokenizerError
+from radixrt.forms.compiler import FormCompiler, form_compiler
+from radixrt.forms.matcher import Form
+from radixrt.forms.vocabulary import Vocabulary
 from radixrt.frontend.sampling_aliases import sampling_params_from_dict
 from radixrt.output import RequestOutput
 from radixrt.sampling_params import SamplingParams
@@ -58,6 +62,8 @@ class RequestBuilder:
     defaults: SamplingParams = field(default_factory=SamplingParams)  # of parameters that are not given
     _ids: itertools.count[int] = field(default_factory=lambda: itertools.count(secrets.randbits(_ID_BITS)))
     _known: dict[tuple[object, ...], _Terms] = field(default_factory=dict)  # by the parameters that decide
+    _forms: FormCompiler | None = None  # made by the first form
+    _forms_lock: Lock = field(default_factory=Lock)
 
     def build(
         self,
@@ -109,6 +115,7 @@ class RequestBuilder:
             bad_words=bad_words,
             namespace=namespace,
             make_text=make_text,
+            form=self._form(params, stop_ids),
             priority=check_int("priority", priority, -_MAX_PRIORITY, _MAX_PRIORITY),
         )
         if (refusal := self.refusal(request)) is not None:
@@ -281,6 +288,18 @@ class RequestBuilder:
         terms = self._known[deciding] = (stop_ids, bad_words)
         return terms
 
+    def _form(self, params: SamplingParams, stop_ids: frozenset[int]) -> Form | None:
+        """The compiled form of answers. Raises FormError."""
+        asked = params.form
+        if asked is None or not params.max_new_tokens:
+            return None
+        with self._forms_lock:
+            if self._forms is None:
+                if self.tokenizer is None:
+                    raise FormError(f"{asked.kind} needs a tokenizer, and the model's folder has none")
+                self._forms = form_compiler(_vocabulary(self.tokenizer, self.config))
+        return self._forms.compile(asked, stop_ids)
+
     def _spelled(self, word: str | tuple[int, ...]) -> list[tuple[int, ...]]:
         """A bad word as token ids; a string both as it begins a text and as it follows a blank."""
         if not isinstance(word, str):
@@ -346,6 +365,18 @@ class RequestBuilder:
         if refusal:
             raise PromptError(refusal)
         return tokenizer.encode(prompt, add_special_tokens=is_text)
+
+
+def _vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> Vocabulary:
+    """The tokens of a model, for forms. Raises FormError if their bytes are not known."""
+    size, end_ids = config.vocab_size, tuple(sorted(config.eos_token_ids))
+    if (serialized := tokenizer.serialized()) is not None:
+        return Vocabulary(size, end_ids, serialized, drops_blank=tokenizer.drops_blank)
+    if not (tokens := tokenizer.token_bytes()):
+        raise FormError("answers in a form need the bytes of tokens, and this tokenizer does not tell them")
+    special_ids = tuple(i for i, token in enumerate(tokens) if token is None)
+    # Not with `drops_blank`: sentencepiece by itself keeps a blank that is a token of one byte.
+    return Vocabulary(size, end_ids, None, tuple(token or b"" for token in tokens), special_ids)
 
 
 def builder_without_weights(

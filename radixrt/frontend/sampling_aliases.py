@@ -7,20 +7,27 @@ from dataclasses import fields, replace
 from difflib import get_close_matches
 from typing import Any
 
+from radixrt.asked_form import FORM_FIELDS, NESTED
 from radixrt.errors import ParameterError
 from radixrt.sampling_params import SPELLINGS, SamplingParams, by_field
 
+_NOTHING = SamplingParams()
+
 
 def known_parameters() -> dict[str, str]:
-    """Every name by which a parameter may be given, and the field of SamplingParams that it means."""
+    """Every name by which a parameter may be given, and the field of SamplingParams that it means.
+
+    What holds a form, such as `response_format`, stands for itself.
+    """
     names = {field.name: field.name for field in fields(SamplingParams)}
-    return names | {spelling: name for spelling, name in SPELLINGS.items() if name in names}
+    spellings = {spelling: name for spelling, name in SPELLINGS.items() if name in names}
+    return names | spellings | {name: name for name in NESTED}
 
 
 def sampling_params_from_dict(values: Mapping[str, Any], defaults: SamplingParams | None = None) -> SamplingParams:
     """SamplingParams from a dict in either spelling; `defaults` for what is not in it, or is None.
 
-    But a max_new_tokens of None is a value: to the end of the context.
+    But a max_new_tokens of None is a value: to the end of the context. A form takes the place of the defaults'.
     Raises ParameterError if keys are unknown (it names all, with the nearest known ones), two spellings of a
     parameter are given, or a value is outside its bounds.
     """
@@ -33,7 +40,12 @@ def sampling_params_from_dict(values: Mapping[str, Any], defaults: SamplingParam
         names = ", ".join(dict.fromkeys(known.values()))
         raise ParameterError(f"unknown sampling parameter{many} {listed}; known are {names}")
     given = {key: value for key, value in values.items() if value is not None or known[key] == "max_new_tokens"}
-    return replace(defaults or SamplingParams(), **by_field(given))
+    own = by_field(given)
+    if defaults is None:
+        return SamplingParams(**own)
+    if not own.keys().isdisjoint(FORM_FIELDS):
+        own = {name: getattr(_NOTHING, name) for name in FORM_FIELDS} | own
+    return replace(defaults, **own)
 
 
 def with_nearest(key: object, known: Iterable[str]) -> str:

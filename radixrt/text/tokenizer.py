@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ class Tokenizer:
     _piece: Callable[[int], str | None]
     _template: ChatTemplate | None = None
     _template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of chats that do not give them
+    _serialized: Callable[[], str | None] = lambda: None
+    _token_bytes: Callable[[], list[bytes | None]] = list
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Int32Array:
         """Encode `text` to int32 `[num_tokens]`, with BOS if the checkpoint's tokenizer adds special tokens.
@@ -110,6 +113,21 @@ class Tokenizer:
         if token_id < 0:
             raise TokenizerError(f"token id {token_id} is negative")
         return (self._piece(int(token_id)) if token_id < self.vocab_size else None) or ""
+
+    def serialized(self) -> str | None:
+        """The tokenizer as JSON of the package tokenizers; None where it is none of theirs."""
+        return self._serialized()
+
+    def token_bytes(self) -> list[bytes | None]:
+        """Where there is no JSON, the bytes of each token, None for special ones; [] where they are not known."""
+        return self._token_bytes()
+
+    @cached_property
+    def drops_blank(self) -> bool:
+        """Whether `decode` drops a blank that a text begins with, as Llama's sentencepiece does."""
+        pieces = ((i, self.piece(i)) for i in range(self.vocab_size))
+        word = next((i for i, piece in pieces if piece.startswith("▁") and len(piece) > 1), None)
+        return word is not None and not self.decode([word]).startswith(" ")
 
     @cached_property
     def anchor(self) -> int | None:
@@ -194,6 +212,7 @@ def _load_transformers(source: str, local: bool) -> Tokenizer:
         _decode=lambda ids, skip: own.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False),
         _piece=own.convert_ids_to_tokens,
         _template=template,
+        _serialized=partial(_as_json, own),
     )
 
 
@@ -215,6 +234,10 @@ def _load_sentencepiece(path: Path) -> Tokenizer:
             for are_special, run in groupby(ids, is_special)
         )
 
+    def spelled(token_id: int) -> bytes:
+        piece = str(processor.id_to_piece(token_id))
+        return bytes([int(piece[3:5], 16)]) if processor.is_byte(token_id) else piece.replace("▁", " ").encode()
+
     size: int = processor.vocab_size()
     return Tokenizer(
         vocab_size=size,
@@ -224,4 +247,16 @@ def _load_sentencepiece(path: Path) -> Tokenizer:
         _encode=lambda texts, special: processor.encode(texts, add_bos=special and bos >= 0),
         _decode=decode,
         _piece=processor.id_to_piece,
+        _token_bytes=lambda: [None if is_special(i) else spelled(i) for i in range(size)],
     )
+
+
+def _as_json(own: Any) -> str | None:
+    """A tokenizer of transformers without padding and truncation."""
+    backend = getattr(own, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    backend = copy(backend)
+    backend.no_padding()
+    backend.no_truncation()
+    return str(backend.to_str())

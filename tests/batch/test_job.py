@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -516,6 +517,32 @@ def test_a_failed_request_is_an_error_record(files: tuple[Path, Path]) -> None:
     report = run_batch(runtime, *files)
     assert [r["error"] and r["error"]["type"] for r in read(files[1])] == [None, "failed", None]
     assert (report.errors, report.prompt_tokens, report.completion_tokens) == (1, 4, 4)
+
+
+def test_with_strict_forms_a_cut_answer_is_an_error_record(files: tuple[Path, Path]) -> None:
+    """The fake's answers all end by their length; only some were to have a form."""
+    in_form = b'{"token_ids": [1], "regex": "a+", "max_tokens": 4}'
+    openai = (
+        b'{"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "regex": "a"}}'
+    )
+    write(files[0], [good(0), in_form, openai])
+    engine = SimpleNamespace(engine="llguidance")
+    for strict_form in (False, True):
+        runtime = FakeRuntime()
+        runtime.builder._form = lambda params, stop_ids: engine if params.form else None  # type: ignore[method-assign, assignment, return-value]
+        report = run_batch(runtime, *files, strict_form=strict_form, overwrite=True)
+        first, second, third = read(files[1])
+        assert first["error"] is None
+        assert "form_engine" not in first
+        assert report.errors == 2 * strict_form
+        if strict_form:
+            message = "the answer ended by its length, after 2 tokens, before its form had ended"
+            assert second["error"] == {"type": "incomplete_form", "message": message}
+            assert (third["error"]["code"], third["error"]["message"]) == ("incomplete_form", message)
+            assert third["response"]["status_code"] == 400
+        else:
+            assert second["form_engine"] == third["response"]["body"]["form_engine"] == "llguidance"
+            assert second["finish_reason"] == "length"
 
 
 def test_a_lost_request_is_an_error(files: tuple[Path, Path]) -> None:

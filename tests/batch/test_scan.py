@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from radixrt.asked_form import FORM_ENGINES
 from radixrt.batch import scan as scan_module
 from radixrt.batch.formats.line_format import LineParser
 from radixrt.batch.formats.record import LineError, LineErrorType
@@ -191,11 +193,20 @@ PARAMS = st.builds(
     logprobs=st.none() | st.integers(0, 128),
     logprobs_mode=st.sampled_from(LOGPROBS_MODES),
     ignore_eos=st.booleans(),
+    form_engine=st.sampled_from(FORM_ENGINES),
+)
+FORMS = st.one_of(
+    st.fixed_dictionaries({"json_schema": st.dictionaries(st.text(max_size=5), st.floats(-1, 1), max_size=3)}),
+    st.fixed_dictionaries({"regex": st.text(min_size=1, max_size=5)}),
+    st.fixed_dictionaries({"grammar": st.text(min_size=1, max_size=5)}),
+    st.fixed_dictionaries({"choice": st.lists(st.text(min_size=1), min_size=1, max_size=3, unique=True)}),
+    st.fixed_dictionaries({"json_object": st.booleans()}),
 )
 
 
-@given(PARAMS)
-def test_parameters_come_back_from_the_disk(params: SamplingParams) -> None:
+@given(PARAMS, FORMS)
+def test_parameters_come_back_from_the_disk(params: SamplingParams, form: dict[str, Any]) -> None:
+    params = replace(params, **form)
     text = json.dumps({"params": scan_module.parameters_as_json(params), "reply": {}})
     entry = scan_module.line_of_entry(json.loads(text), {})
     assert isinstance(entry, SoundLine)

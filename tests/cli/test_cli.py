@@ -201,7 +201,7 @@ def test_sampling_options_are_the_parameters() -> None:
         --allowed-token-ids 2,13 --bad-word no --bad-word ' never' --sampling-seed 7 --stop 'a b' --stop c
         --stop-regex '\n+Q' --stop-regex 'b|c' --include-stop-str --stop-token-ids 5 --ignore-eos
         --no-skip-special-tokens --logprobs 2 --prompt-logprobs 0 --prompt-logprobs-start 4
-        --logprobs-mode processed_logprobs
+        --logprobs-mode processed_logprobs --choice yes --choice no --form-engine llguidance
     """)
     assert sampling_params(parser.parse_args(options)) == radixrt.SamplingParams(
         max_new_tokens=9,
@@ -228,7 +228,26 @@ def test_sampling_options_are_the_parameters() -> None:
         prompt_logprobs=0,
         prompt_logprobs_start=4,
         logprobs_mode="processed_logprobs",
+        choice=("yes", "no"),
+        form_engine="llguidance",
     )
+
+
+def test_options_of_forms(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser, "sampling", SAMPLING)
+    file = tmp_path / "form"
+
+    def read(*options: str) -> radixrt.SamplingParams:
+        return sampling_params(parser.parse_args(options))
+
+    file.write_text(' {"const": "é"}\n', "utf-8")
+    for given in (str(file), '{"const":"é"}'):
+        assert read("--json-schema", given) == radixrt.SamplingParams(json_schema={"const": "é"})
+    file.write_text('start: "a"\n')
+    assert read("--grammar", str(file)) == radixrt.SamplingParams(grammar='start: "a"\n')
+    assert read("--regex", r"\d+") == radixrt.SamplingParams(regex=r"\d+")
+    assert read("--json-object") == radixrt.SamplingParams(json_object=True)
 
 
 @pytest.mark.parametrize(
@@ -237,6 +256,8 @@ def test_sampling_options_are_the_parameters() -> None:
         ("--logit-bias 3", "argument --logit-bias: '3' is not a list of biases, such as 2=-100,13=1.5"),
         ("--stop-token-ids 3,x", "argument --stop-token-ids: '3,x' is not a list of token ids, such as 2,13"),
         ("--temp 0", "unrecognized arguments: --temp"),
+        ("--grammar /no/file", "argument --grammar: cannot read /no/file: "),
+        ("--json-schema /no/file", "argument --json-schema: cannot read /no/file: "),
     ],
 )
 def test_options_that_cannot_be_read(

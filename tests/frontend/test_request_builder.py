@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 
 from radixrt.builtin import MODEL_PATH
 from radixrt.errors import ParameterError, PromptError
-from radixrt.frontend.request_builder import RequestBuilder, listed_prompts
+from radixrt.forms.compiler import form_compiler
+from radixrt.forms.matcher import mask_words
+from radixrt.frontend.request_builder import RequestBuilder, builder_without_weights, listed_prompts
 from radixrt.planning.simulated import NoWeights
 from radixrt.text.chat import Chat
 from radixrt.text.tokenizer import Tokenizer, load_tokenizer
@@ -237,3 +240,44 @@ def test_a_chat_far_too_long_is_neither_rendered_nor_encoded(
     assert len(rendered) == 1
     assert max(encoded) < 1000
     assert builder.build(said, {"truncate_prompt_tokens": 5}).prompt_len == 5
+
+
+NEEDS_LLGUIDANCE = pytest.mark.skipif(
+    importlib.util.find_spec("llguidance") is None,
+    reason="llguidance is not installed: pip install 'radixrt[test]'",
+)
+
+
+def test_a_form_needs_a_tokenizer_and_a_package(builder: RequestBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
+    for message, own in (
+        ("regex needs a tokenizer, and the model's folder has none", builder),
+        (
+            r"a package that is not installed: pip install 'radixrt\[grammar\]'",
+            builder_without_weights(MODEL_PATH),
+        ),
+    ):
+        form_compiler.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setattr("radixrt.forms.compiler.find_spec", lambda name: None)
+            with pytest.raises(ParameterError, match=message):
+                own.build([1, 2], {"regex": "a+"})
+    assert builder.build([1, 2]).form is None
+    assert builder.build([1, 2], {"regex": "a+", "max_tokens": 0}).form is None
+
+
+@NEEDS_LLGUIDANCE
+def test_forms_of_the_built_in_model() -> None:
+    own = builder_without_weights(MODEL_PATH)
+    form = own.build("x", {"choice": ["yes", "no"], "stop_token_ids": [5]}).form
+    assert form is not None
+    mask = np.zeros((1, mask_words(own.config.vocab_size)), np.int32)
+    form.fill([form.matcher()], mask)
+    bits = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+    assert {own.tokenizer.piece(i)[0] for i in bits.tolist()} - {"<"} == {"y", "n", "▁"}  # type: ignore[union-attr]
+    assert form.vocab_size == own.config.vocab_size
+    assert not {2, 5} & set(bits.tolist())
+    with pytest.raises(ParameterError, match="Unimplemented keys"):
+        own.build("x", {"json_schema": {"not": {}}})
+    other = builder_without_weights(MODEL_PATH)
+    other.build("x", {"choice": ["yes", "no"]})
+    assert other._forms is own._forms  # what one has tried, the other need not

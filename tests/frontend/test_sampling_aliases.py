@@ -34,6 +34,11 @@ class AllFields:
     min_new_tokens: int = 0
     seed: int = 0
     include_stop_str: bool = False
+    json_schema: object = None
+    regex: object = None
+    grammar: object = None
+    choice: object = None
+    json_object: object = None
 
 
 @pytest.mark.parametrize(("spelling", "name"), SPELLINGS.items())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
+import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -346,6 +348,26 @@ def test_expected_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "1 of 3 lines is bad (1 invalid_line):\n  line 4: " in shown.err
     assert main(["plan", str(lines), "--max-new-tokens", "20", "--mean-new-tokens", "7"]) == 0
     assert re.search(r"expected answers +19 tokens\n", capsys.readouterr().out)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("llguidance") is None,
+    reason="llguidance is not installed: pip install 'radixrt[test]'",
+)
+def test_forms_that_cannot_be_compiled_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = tmp_path / "in.jsonl"
+    forms = [{"regex": "[a-z]+"}, {"json_schema": {"type": "object", "not": {}}}, {"regex": "(?=a)b"}, {}]
+    lines.write_text("".join(json.dumps({"prompt": "Mira", **form}) + "\n" for form in forms))
+    assert main(["plan", str(lines), "--no-progress"]) == 0
+    shown = capsys.readouterr()
+    assert re.search(r"prompts +2\n", shown.out)
+    assert "2 of 4 lines are bad (2 invalid_parameters):\n" in shown.err
+    assert (
+        "  line 2: invalid_parameters: the json_schema cannot be the form of an answer: llguidance: " in shown.err
+    )
+    assert "  line 3: invalid_parameters: the regex cannot be the form of an answer: llguidance: " in shown.err
+    assert main(["plan", str(EXAMPLES.with_name("forms.jsonl")), "--no-progress"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_cards() -> None:

@@ -17,7 +17,15 @@ import hashlib
 import json
 from typing import Any
 
-from radixrt.batch.formats.record import Format, InputRecord, LineError, LineErrorType, ParameterReader, Reply
+from radixrt.batch.formats.record import (
+    FORM_ENGINE,
+    Format,
+    InputRecord,
+    LineError,
+    LineErrorType,
+    ParameterReader,
+    Reply,
+)
 from radixrt.batch.tally import ERROR_RECORD, Tally
 from radixrt.checks import kind, short
 from radixrt.errors import ParameterError, PromptError, TokenizerError
@@ -89,6 +97,8 @@ def openai_answer(
         return openai_error(index, LineError(LineErrorType.FAILED, output.failure, reply))
     digest, model = _digest(index, reply), reply["model"]
     body = answer_body(reply["url"], output, id_digest=digest, model=model, created=created, spelling=spelling)
+    if FORM_ENGINE in reply:
+        body[FORM_ENGINE] = reply[FORM_ENGINE]
     return _record(digest, reply, 200, body, None)
 
 

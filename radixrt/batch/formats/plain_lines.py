@@ -31,7 +31,8 @@ An output line is a JSON object with
                       the others are only here;
     logprobs          if asked for: for each token {"token_id", "logprob", "rank", "top": [[id, logprob], ...]};
                       of what `logprobs_mode` says, the model's by default;
-    prompt_logprobs   if asked for: the same for tokens of the prompt, always the model's.
+    prompt_logprobs   if asked for: the same for tokens of the prompt, always the model's;
+    form_engine       if a form was asked for: what has compiled it, "llguidance" or "xgrammar".
 """
 
 # Tests: tests/batch/formats/test_record.py
@@ -40,7 +41,15 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from radixrt.batch.formats.record import Format, InputRecord, LineError, LineErrorType, ParameterReader, Reply
+from radixrt.batch.formats.record import (
+    FORM_ENGINE,
+    Format,
+    InputRecord,
+    LineError,
+    LineErrorType,
+    ParameterReader,
+    Reply,
+)
 from radixrt.batch.formats.strict_json import nests_deeper
 from radixrt.batch.tally import ERROR_RECORD, Tally
 from radixrt.checks import check_kind, check_prompt, kind, short
@@ -140,6 +149,8 @@ def plain_answer(index: int, reply: Reply, output: RequestOutput) -> dict[str, o
             }
             for answer in output.outputs
         ]
+    if FORM_ENGINE in reply:
+        more[FORM_ENGINE] = reply[FORM_ENGINE]
     more |= _logprobs("logprobs", output.logprobs) | _logprobs("prompt_logprobs", output.prompt_logprobs)
     return {
         "custom_id": reply["custom_id"],

