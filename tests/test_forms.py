@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -197,3 +199,87 @@ def test_passes_without_forms_are_drawn_at_once(folder: Path, monkeypatch: pytes
     with runtime_of(folder) as runtime:
         generate(runtime, PROMPTS, GREEDY)
     assert not called
+
+
+# --- grammars ---------------------------------------------------------------------------------------------
+
+POINT = {"type": "object", "properties": {"x": {"type": "number"}, "y": {"type": "number"}}, "required": ["x"]}
+SCHEMAS: dict[str, Any] = {
+    "types": {"type": ["string", "null", "boolean"], "maxLength": 12},
+    "object": {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    },
+    "nested": {"type": "object", "properties": {"a": POINT, "b": POINT}, "required": ["a", "b"]},
+    "array": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 4},
+    "enum": {"enum": ["rot", "grün", 3, None, [1, 2]]},
+    "const": {"const": {"kind": "fixed", "n": 1}},
+    "refs": {
+        "$ref": "#/$defs/tree",
+        "$defs": {
+            "tree": {
+                "type": "object",
+                "properties": {
+                    "value": {"type": "integer"},
+                    "next": {"anyOf": [{"$ref": "#/$defs/tree"}, {"type": "null"}]},
+                },
+                "required": ["value"],
+                "additionalProperties": False,
+            }
+        },
+    },
+    "any of": {"anyOf": [{"type": "integer", "minimum": 5}, {"type": "string", "pattern": "^[a-c]{2,4}$"}]},
+    "format": {"type": "string", "format": "date"},
+    "pattern": {"type": "string", "pattern": "^[A-Z][a-z]+-\\d{3}$"},
+    "unicode": {"type": "object", "properties": {"straße": {"enum": ["löwe", "東京"]}}, "required": ["straße"]},
+    "bounds": {"type": "number", "minimum": -1.5, "exclusiveMaximum": 2.5},
+}
+
+
+def check_answers(count: int) -> None:
+    """Answers of the built-in model at a high temperature; those that ended by themselves have their form."""
+    pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'radixrt[grammar]'")
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed: pip install jsonschema")
+    prompt = "Mira likes Oslo. Tarek counts 374.\nQ: Mira likes?\nA:"
+    regex, choices = r"(ab|c)+-[0-9]{2,5}", ("Oslo", "Os", "Rome is far")
+    kinds: list[dict[str, Any]] = [{"json_schema": schema} for schema in SCHEMAS.values()]
+    kinds += [
+        {"regex": regex},
+        {"choice": choices},
+        {"json_object": True},
+        {"grammar": 'root ::= ("x" root) | "y"'},
+    ]
+    params = [
+        Params(**kinds[place % len(kinds)], temperature=1.5, max_new_tokens=160, seed=place, n=1 + place % 2)
+        for place in range(count)
+    ]
+    complete = 0
+    with Runtime(device=torch.get_default_device(), seed=1) as runtime:
+        for own, output in zip(params, runtime.generate([prompt] * count, params), strict=True):
+            for answer in output.outputs:
+                assert answer.finish_reason in (FinishReason.STOP, FinishReason.LENGTH), output.error
+                if answer.finish_reason is FinishReason.LENGTH:
+                    continue
+                complete += 1
+                if own.json_schema is not None:
+                    jsonschema.validate(json.loads(answer.text), json.loads(own.json_schema))
+                elif own.json_object:
+                    assert isinstance(json.loads(answer.text), dict)
+                elif own.regex:
+                    assert re.fullmatch(regex, answer.text)
+                elif own.choice:
+                    assert answer.text in choices
+                else:
+                    assert re.fullmatch("x*y", answer.text)
+    assert complete > 0.7 * count
+
+
+def test_answers_validate() -> None:
+    check_answers(64)
+
+
+@pytest.mark.long
+def test_two_thousand_answers_validate() -> None:
+    check_answers(2000)
