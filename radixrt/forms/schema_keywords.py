@@ -62,6 +62,8 @@ def llguidance_refusal(schema: Any) -> str | None:
         for key in _UNKNOWN_TO_LLGUIDANCE:
             if key in one:
                 return f"{place} has {key!r}, which would be ignored"
+        if _counts_repeated_keys(one):
+            return f"{place} has a 'minProperties' that a repeated key would reach"
         if one.get("nullable") is True:
             return f'{place} has \'nullable\', which would be ignored: give "type": [..., "null"]'
     return None
@@ -99,6 +101,8 @@ def _misread(one: Mapping[str, Any]) -> str | None:
     }
     if more := given - allowed - {"type"}:
         return f"{min(more)!r}, which would be ignored or misread"
+    if _counts_repeated_keys(one) and one.get("additionalProperties", False) is not False:
+        return "a 'minProperties' that a repeated key would reach"
     texts = given & {"pattern", "format", "minLength", "maxLength"}
     if len(texts) > 1 and texts & {"pattern", "format"}:
         return f"{' and '.join(map(repr, sorted(texts)))}, of which one would be ignored"
@@ -107,6 +111,12 @@ def _misread(one: Mapping[str, Any]) -> str | None:
     if isinstance(pattern := one.get("pattern"), str) and (what := misread_pattern(pattern)):
         return f"{what!r} in a pattern, which would be misread"
     return None
+
+
+def _counts_repeated_keys(one: Mapping[str, Any]) -> bool:
+    """Whether more keys are wanted than are named: engines do not see that one is repeated."""
+    least, required = one.get("minProperties"), one.get("required", ())
+    return isinstance(least, int) and least > max(1, len(required) if isinstance(required, list) else 0)
 
 
 def _fits(one: Mapping[str, Any]) -> bool:
