@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-MAX_REQUESTS, PASS_TOKENS = 512, 16_384  # as in radixrt's defaults on a GPU
+MAX_REQUESTS, PASS_TOKENS = 512, 16_384  # of passes; radixrt runs up to 2,048 requests at once by default
 
 Listed = Sequence[tuple[list[int], int]]
 """Prompts with the number of tokens to generate for each."""
