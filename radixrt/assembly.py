@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from layers.moe import SparseMoE
 from layers.weight import Weight
@@ -229,9 +230,10 @@ def _pass_limits(
     if not on_gpu or config.max_running_requests is not None:
         return limits
     share = config.share_of_memory(on_gpu=on_gpu)
-    free = int(torch.cuda.mem_get_info(device)[0] * share) if wanted is None else wanted * bytes_per_slot
+    free = int(torch.cuda.mem_get_info(device)[0] * share)
+    pool = free if wanted is None else wanted * bytes_per_slot
     sizes = {"context_length": model.context_length, "vocab_size": model.vocab_size}
-    running = requests_at_once(limits.max_running_requests, free, bytes_per_slot, **sizes)
+    running = requests_at_once(limits.max_running_requests, free, pool, bytes_per_slot, **sizes)
     return replace(limits, max_running_requests=running)
 
 
@@ -256,7 +258,8 @@ def _log_quantization(decoder: Decoder) -> None:
     """Log how much is held in e4m3, and warn of what is quantised in the checkpoint but not here."""
     weights = [module for module in decoder.modules() if isinstance(module, Weight)]
     held = sum(weight.values.numel() for weight in weights if weight.scale is not None)
-    placement, experts = decoder.placement, any(isinstance(module, SparseMoE) for module in decoder.modules())
+    placement, mixtures = decoder.placement, [one for one in decoder.modules() if isinstance(one, SparseMoE)]
+    experts = any(isinstance(one.gate_up, nn.Parameter) for one in mixtures)  # else they are in 4 bits
     if not placement.holds_e4m3:
         _log.warning(
             "weights of e4m3 are held in %s: their products need kernels and a GPU of compute capability %s, and "

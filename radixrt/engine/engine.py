@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from radixrt.errors import DeviceLostError, SchedulerError
 from radixrt.schedule.activity import Activity, ActivityMeter
@@ -121,7 +122,8 @@ class Engine:
         if flight.error is not None:
             return
         try:
-            self.runner.draw_masked(flight.handle, masks_of(flight.booking))
+            draw = partial(self.runner.draw_masked, flight.handle)
+            self._meter.in_runner(draw, masks_of(flight.booking))
         except Exception as error:
             self._check_device(error, flight.booking, "could not be drawn from")
             self._in_flight[0] = _InFlight(flight.booking, error=error)

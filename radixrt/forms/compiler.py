@@ -69,7 +69,8 @@ class FormCompiler:
                     continue
                 key = (engine, asked.kind, hashlib.blake2b(asked.text.encode(), digest_size=16).digest())
                 if (verdict := self._verdict(key, asked)).reason is None:
-                    ends = Ends(stop_ids, frozenset(self._tokens.eos_tokens))
+                    drawable = frozenset(token for token in stop_ids if token < self._vocabulary.size)
+                    ends = Ends(drawable, frozenset(self._tokens.eos_tokens))
                     made = self._compiled(key, asked, verdict.size)
                     kind = LlguidanceForm if engine == LLGUIDANCE else XgrammarForm
                     return kind(made, ends, self._vocabulary.size)

@@ -24,6 +24,7 @@ from layers.place import Place
 from layers.placement import Placement
 from layers.radix_attention import KVCache, RadixAttention
 from layers.vocabulary import Embedding, LogitsHead
+from layers.weight import Weight
 from radixrt.models.config import ModelConfig
 from triton_ops.activations.gelu_and_mul import gelu_and_mul
 from triton_ops.activations.silu_and_mul import silu_and_mul
@@ -209,6 +210,11 @@ class Block(nn.Module):
             yield from getattr(self, part).checkpoint_tensors(f"{name}.{stored}")
 
 
+def _are_quantised(block: nn.Module) -> tuple[bool, ...]:
+    """Of each weight of linear layers: a checkpoint may leave some layers as they are."""
+    return tuple(weight.scale is not None for weight in block.modules() if isinstance(weight, Weight))
+
+
 class Decoder(nn.Module):
     """The whole model. Its weights are uninitialised: the loader fills the tensors of `checkpoint_tensors`.
 
@@ -272,7 +278,7 @@ class Decoder(nn.Module):
     def num_unlike_blocks(self) -> int:
         """How many leading blocks launch all kernels; at least two, for the first adds no residual."""
         kinds = [
-            (self.config.attention[layer_id], type(block.feed_forward))
+            (self.config.attention[layer_id], type(block.feed_forward), _are_quantised(block))
             for layer_id, block in enumerate(self.blocks)
         ]
         return min(max(2, *(kinds.index(kind) + 1 for kind in kinds)), len(kinds))

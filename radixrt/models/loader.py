@@ -301,14 +301,16 @@ def _check_dtype_of(tensor: StoredTensor, name: str, place: Place) -> None:
 def _parts(model: Decoder, config: ModelConfig, stored: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """What a stored tensor is for the model: itself, several, or nothing where it belongs to another part."""
     name = text_name(stored) if text_models_of(config.architecture) else stored
-    if tensor.dim() == 0:  # a scale of a whole tensor
+    if tensor.dim() == 0:  # a scale of a whole tensor, which transformers' own files call otherwise than AutoFP8's
         tensor = tensor.view(1)
+        if name is not None and config.quantization is not None and config.quantization.scales is Scales.TENSOR:
+            name = name.replace(".weight_scale_inv", ".weight_scale")
     return iter(()) if name is None else model.split_stored(name, tensor)
 
 
 def _is_ignored(name: str, config: ModelConfig) -> bool:
     """Whether a stored tensor is one that some checkpoints have, and no model needs."""
-    if name.endswith(".input_scale") and config.quantization is not None:
+    if name.endswith((".input_scale", ".activation_scale")) and config.quantization is not None:
         return True  # x is quantised by its own numbers
     return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
 

@@ -112,7 +112,8 @@ class PassResult:
     logprobs: Logprobs | None = None  # of the sampled tokens whose request asked for them, in order
     prompt_logprobs: Logprobs | None = None  # of the P scored tokens
     # Device time, with gaps between kernels, without transfers between the tiers; None: not measured. A pass that
-    # was launched while the one before was computed begins when that ends, so that seconds add up.
+    # was launched while the one before was computed begins when that ends, so that seconds add up. The wait for
+    # masks is within.
     seconds: float | None = None
     launch_seconds: float = 0.0  # host time of the launch, beside the device; 0 where launching computes the pass
 

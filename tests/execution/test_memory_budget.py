@@ -225,5 +225,15 @@ def test_too_little_memory_names_the_remedies() -> None:
 def test_as_many_requests_run_at_once_as_memory_allows(
     gigabytes: int, bytes_per_slot: int, context: int, vocab: int, count: int
 ) -> None:
-    free = gigabytes * 10**9
-    assert requests_at_once(2048, free, bytes_per_slot, context_length=context, vocab_size=vocab) == count
+    free, sizes = gigabytes * 10**9, {"context_length": context, "vocab_size": vocab}
+    assert requests_at_once(2048, free, free, bytes_per_slot, **sizes) == count
+    # With a pool that is given, what it leaves must do.
+    assert requests_at_once(2048, free, int(0.99 * free), bytes_per_slot, **sizes) <= count
+    assert requests_at_once(2048, free, 1000 * bytes_per_slot, bytes_per_slot, **sizes) == 512
+
+
+def test_a_pool_that_leaves_little_leaves_room_for_few_requests() -> None:
+    """Llama-3.1-8B on an H200 whose pool takes 95 % of what is free."""
+    sizes = {"context_length": 131_072, "vocab_size": 128_256}
+    assert requests_at_once(2048, 120 * 10**9, 114 * 10**9, 131_072, **sizes) == 1024
+    assert requests_at_once(2048, 120 * 10**9, 100 * 10**9, 131_072, **sizes) == 2048

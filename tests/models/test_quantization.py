@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from layers.linear import Linear
+from layers.placement import Placement
 from layers.quantization import Quantization, Scales
 from layers.weight import Weight
 from radixrt.errors import ModelError
+from radixrt.models.config import ModelConfig
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import load_model, reload_weights
 from radixrt.models.quantization import read_quantization
@@ -362,3 +364,17 @@ def test_prompts_that_are_cached_and_captured(form: str, where: str, tmp_path: P
     # Later tokens follow others where two are almost alike.
     ours, theirs = ([output.logprobs[0].logprob for output in outputs] for outputs in (together, alone))
     assert ours == pytest.approx(theirs, abs=0.3 if on_gpu else 1e-4)
+
+
+def test_a_block_whose_weights_are_held_otherwise_is_of_another_kind(tmp_path: Path) -> None:
+    """Kernels are warmed up with a block of each kind."""
+    config = ModelConfig.from_folder(checkpoints.write(checkpoints.llama(num_hidden_layers=6), tmp_path))
+    placement = Placement(
+        torch.float32, torch.device("meta"), quantization=Quantization(Scales.ROW), holds_e4m3=True
+    )
+    decoder = Decoder(config, placement)
+    for block in decoder.blocks[:3]:
+        for weight in (module for module in block.modules() if isinstance(module, Weight)):
+            weight.hold_plain()
+    assert decoder.num_unlike_blocks == 4
+    assert Decoder(config, placement).num_unlike_blocks == 2

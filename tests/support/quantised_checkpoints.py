@@ -50,6 +50,11 @@ FORMATS: dict[str, tuple[Scales, str, dict[str, Any]]] = {
         "weight_scale",
         fp8_config(weight_block_size=None, activation_scheme="static"),
     ),
+    "fp8 tensors of transformers": (  # Ministral 3's
+        Scales.TENSOR,
+        "weight_scale_inv",
+        fp8_config(weight_block_size=None, activation_scheme="static"),
+    ),
     "compressed channels": (Scales.ROW, "weight_scale", compressed_config()),
     "compressed tensors": (Scales.TENSOR, "weight_scale", compressed_config("tensor")),
     "compressed blocks": (Scales.BLOCK, "weight_scale", compressed_config("block")),
@@ -75,7 +80,8 @@ def write(model: Any, folder: Path, form: str, *, plain: str | None = None) -> A
         stored[name] = codes
         stored[f"{match[1]}.{scale_name}"] = scale.unsqueeze(1) if scales is Scales.ROW else scale
         if config.get("activation_scheme") == "static":
-            stored[f"{match[1]}.input_scale"] = torch.tensor(0.5, device="cpu")
+            own = "activation_scale" if scale_name == "weight_scale_inv" else "input_scale"
+            stored[f"{match[1]}.{own}"] = torch.tensor(0.5, device="cpu")
     save_file(weights, folder / "model.safetensors")
     reference = type(model).from_pretrained(folder, dtype=torch.float32).eval()
     save_file(stored, folder / "model.safetensors")

@@ -172,7 +172,8 @@ def small_tokenizer(kind: str) -> Tokenizer:
 
 def chat_tokenizer(folder: Path, template: str = CHATML, **more: Any) -> Tokenizer:
     """A byte-level tokenizer with a chat template."""
-    fast = byte_level(("<s>", "</s>", "<|im_start|>", "<|im_end|>", *HARMONY_TOKENS), **more)
+    own = HARMONY_TOKENS if template is HARMONY else ("<|im_start|>", "<|im_end|>")
+    fast = byte_level(("<s>", "</s>", *own), **more)
     fast.chat_template = template
     fast.save_pretrained(folder)
     return load_tokenizer(folder)
