@@ -33,7 +33,6 @@ from radixrt.execution.memory_budget import (
     host_pool_slots,
     measured_pass_memory,
     pool_slots,
-    requests_at_once,
     room_for_passes,
 )
 from radixrt.execution.model_runner import ModelRunner, Tuning
@@ -42,7 +41,7 @@ from radixrt.execution.products import compare_all
 from radixrt.frontend.request_builder import RequestBuilder, chatting_tokenizer
 from radixrt.kept_cache.identity import cache_identity, weight_fingerprint
 from radixrt.kept_cache.storage import CacheStorage
-from radixrt.limits import NO_PASSES, PassLimits, RunLimits
+from radixrt.limits import NO_PASSES, PassLimits, RunLimits, requests_at_once
 from radixrt.models.config import GENERATION_DEFAULTS, ModelConfig, generation_defaults
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import check_dtype, load_model, model_folder, reload_weights

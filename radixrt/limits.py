@@ -38,6 +38,27 @@ GPU_LIMITS = PassLimits(max_running_requests=2048, chunked_prefill_size=16_384)
 CPU_LIMITS = PassLimits(max_running_requests=64, chunked_prefill_size=2048)
 
 
+_BYTES_A_LOGIT = 17  # of a pass whose requests want everything; measured on an H200
+_MAX_SHARE = 0.15  # of the free memory, for what grows with the requests at once
+_TOKENS_A_REQUEST = 256  # that the KV pool should hold for each
+
+
+def requests_at_once(
+    most: int, free: int, pool: int, bytes_per_slot: int, *, context_length: int, vocab_size: int
+) -> int:
+    """How many requests run at once where nobody says: `most`, or a half or a quarter of it, so that what they
+    take in passes is a small share of `free` bytes, and no more than a KV pool of `pool` bytes leaves of them, and
+    the pool holds some hundred tokens for each.
+
+    More at once took memory, never time: docs/lab-notebook/2026-11-22-requests-at-once.md.
+    """
+    limits = PassLimits(1, 1)
+    per_request = limits.max_samples * vocab_size * _BYTES_A_LOGIT + limits.num_rows * context_length * 4
+    room = min(_MAX_SHARE * free, free - pool if pool < free else _MAX_SHARE * free)
+    fitting = min(room / per_request, pool / (_TOKENS_A_REQUEST * bytes_per_slot))
+    return next((count for count in (most, most // 2) if count <= fitting), most // 4)
+
+
 @dataclass(frozen=True)
 class RunLimits:
     """The limits of a Runtime.

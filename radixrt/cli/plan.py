@@ -42,7 +42,7 @@ _OF_THE_MODEL = ("model", "revision", "chat_template_kwargs", "generation_config
 _OPTIONS = (
     *(option for option in MODEL if option.name in (*_OF_THE_MODEL, "quantization")),
     Option("max_total_tokens", "slots of the KV pool (as many as fit on the card)", "N", int),
-    Option("max_running_requests", "maximum requests in a pass (2048)", "N", int),
+    Option("max_running_requests", "maximum requests in a pass (2048, or fewer where memory is scarce)", "N", int),
     Option("chunked_prefill_size", "maximum prompt tokens in a pass (16384)", "N", int),
     Option("mean_new_tokens", "expected tokens of an answer, at most its max_new_tokens", "N", int),
 )
@@ -130,7 +130,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         if mean_is_given:
             demands = replace(demands, new_tokens=demands.new_tokens.clip(max=max(1, arguments.mean_new_tokens)))
         plan = plan_batch(scan.tokens, demands)
-        limits = _limits(arguments, card, shape)
+        limits = _limits(arguments, card, shape, builder.context_length)
         if plan.longest_request > limits.pool_tokens:
             raise ParameterError(
                 f"the longest request needs {plan.longest_request:,} tokens, but the pool holds "
@@ -155,10 +155,16 @@ def _plan(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def _limits(arguments: argparse.Namespace, card: Card, shape: ModelShape) -> RunLimits:
-    from radixrt.limits import RunLimits
+def _limits(arguments: argparse.Namespace, card: Card, shape: ModelShape, context_length: int) -> RunLimits:
+    from radixrt.limits import GPU_LIMITS, RunLimits, requests_at_once
 
     names = ("max_running_requests", "chunked_prefill_size")
     given = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
     pool = getattr(arguments, "max_total_tokens", None)
+    if names[0] not in given:
+        free = max(0, int(card.memory - shape.weight_bytes))
+        of_pool = free if pool is None else pool * shape.kv_bytes
+        sizes = {"context_length": context_length, "vocab_size": shape.vocab_size}
+        most = GPU_LIMITS.max_running_requests
+        given[names[0]] = requests_at_once(most, free, of_pool, shape.kv_bytes, **sizes)
     return RunLimits(card.pool_tokens(shape) if pool is None else pool, **given)

@@ -17,12 +17,11 @@ from radixrt.execution.memory_budget import (
     host_pool_slots,
     largest_pass,
     pool_slots,
-    requests_at_once,
     room_for_passes,
 )
 from radixrt.execution.model_runner import ModelRunner, Tuning
 from radixrt.execution.sampling import sampler
-from radixrt.limits import PassLimits
+from radixrt.limits import PassLimits, requests_at_once
 from radixrt.models.loader import load_model
 from tests.support.checkpoints import VOCAB_SIZE, llama, write
 
