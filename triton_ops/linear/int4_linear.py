@@ -64,7 +64,7 @@ def int4_linear(
     if not runs_triton(impl, x.device):
         return linear(x, dequantized_int4(packed, scales, zeros, impl="torch"), bias)
     rows, num_columns = as_rows(x), len(packed)
-    if len(rows) > MAX_INT4_ROWS:  # reading the weight twice more takes less than unpacking it for each tile of rows
+    if len(rows) > MAX_INT4_ROWS:  # unpacking the weight once takes less than for each tile of rows
         return linear(x, dequantized_int4(packed, scales, zeros, impl="triton"), bias)
     out = x.new_empty(*x.shape[:-1], num_columns)
     if out.numel():
