@@ -1,7 +1,7 @@
 """How checkpoints store weights of 4 bits: AWQ, GPTQ and compressed-tensors pack eight of them into an int32.
 
-Each function turns a stored tensor into numbers 0 to 15, uint8, in rows of outputs as `int4_linear` has them. Zeros
-of GPTQ may be 16.
+Each function turns a stored tensor into numbers 0 to 15, uint8, in rows of outputs as `int4_linear` has them.
+Zeros of GPTQ may be 16.
 """
 
 # Tests: tests/layers/test_int4_formats.py
