@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from layers.place import Place
 from layers.placement import Layer, Placement
 from layers.products import Product
-from triton_ops.implementation import gpu_of, runs_triton
-from triton_ops.linear.split_k_linear import split_k_linear
-from triton_ops.tuning import split_k_config
+from layers.weight import Weight
 
 
 class Linear(Layer):
     """`x W^T + b`."""
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, placement: Placement) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        starts: Sequence[int] = (0,),
+        placement: Placement,
+    ) -> None:
+        """`starts`: see `Weight`."""
         super().__init__()
-        self.weight = placement.parameter(out_features, in_features)
+        self.weight = Weight(out_features, in_features, starts=starts, placement=placement)
         self.bias = placement.parameter(out_features) if bias else None
-        self.impl = placement.impl
         self.product = Product(placement.impl) if placement.deterministic else None
 
     def forward(self, x: Tensor, *, split_k_ok: bool = False) -> Tensor:
@@ -30,13 +38,16 @@ class Linear(Layer):
         `[P, num_tokens, out_features]`, where `split_k_linear` is faster: on a GPU, for small batches, unless the
         layer is deterministic.
         """
-        if self.product is not None:
-            return self.product(x, self.weight, self.bias)
-        if split_k_ok and self.bias is None and runs_triton(self.impl, x.device):
-            config = split_k_config(gpu_of(x.device), len(x), *self.weight.shape, self.weight.dtype)
-            if config is not None:
-                return split_k_linear(x, self.weight, config, impl=self.impl)
-        return nn.functional.linear(x, self.weight, self.bias)
+        return self.weight.product(x, self.bias, ordered=self.product, split_k_ok=split_k_ok)
+
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
+        yield from self._part(name, 0, self.weight.shape[0])
+
+    def _part(self, name: str, start: int, stop: int) -> Iterator[tuple[str, Place]]:
+        """Of the outputs from `start` to `stop`, where a checkpoint calls them `name`."""
+        yield from self.weight.places(name, start, stop)
+        if self.bias is not None:
+            yield f"{name}.bias", self.bias[start:stop]
 
 
 class StackedLinear(Linear):
@@ -55,16 +66,13 @@ class StackedLinear(Linear):
         bias: bool,
         placement: Placement,
     ) -> None:
-        super().__init__(in_features, sum(parts.values()), bias=bias, placement=placement)
-        self.parts, self.packed_as = parts, packed_as
+        sizes = {packed_as: sum(parts.values())} if packed_as is not None else parts
+        ends = [*accumulate(sizes.values())]
+        starts = [0, *ends[:-1]]
+        super().__init__(in_features, ends[-1], bias=bias, starts=starts, placement=placement)
+        self.stored_parts = tuple(zip(sizes, starts, ends, strict=True))
 
-    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
         """As `Layer.checkpoint_tensors`, with a view for each part; `name` is the prefix of their names."""
-        if self.packed_as is not None:
-            yield from super().checkpoint_tensors(f"{name}.{self.packed_as}")
-            return
-        start = 0
-        for part, size in self.parts.items():
-            for own, tensor in super().checkpoint_tensors(f"{name}.{part}"):
-                yield own, tensor[start : start + size]
-            start += size
+        for part, start, stop in self.stored_parts:
+            yield from self._part(f"{name}.{part}", start, stop)

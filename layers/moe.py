@@ -1,24 +1,46 @@
-"""Sparse mixture of experts: a router, and SwiGLU experts whose weights are stacked."""
+"""Sparse mixture of experts: a router, and gated experts whose weights are stacked."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from layers.linear import Linear
+from layers.place import Place
 from layers.placement import Layer, Placement
-from triton_ops.moe.moe import moe
+from layers.quantization import plain_places
+from triton_ops.activations.silu_and_mul import silu_and_mul
+from triton_ops.moe.moe import Activation, Matrices, moe
+from triton_ops.moe.mxfp4 import BYTES, GROUP, Mxfp4
 from triton_ops.moe.topk_softmax import topk_softmax
 
 EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
+class Mxfp4Matrices(nn.Module):
+    """A matrix `[size, inner]` of each expert in MXFP4: see `Mxfp4`. `inner` is a multiple of 32."""
+
+    def __init__(self, num_experts: int, size: int, inner: int, placement: Placement) -> None:
+        super().__init__()
+        groups = num_experts, size, inner // GROUP
+        self.blocks = placement.parameter(*groups, BYTES, dtype=torch.uint8)
+        self.scales = placement.parameter(*groups, dtype=torch.uint8)
+
+    @property
+    def value(self) -> Mxfp4:
+        """As `moe` takes them."""
+        return Mxfp4(self.blocks, self.scales)
+
+
 class SparseMoE(Layer):
     """Each token passes through the `top_k` of `num_experts` feed-forward layers that a router chooses.
 
-    `renormalize` makes a token's weights sum to 1. `names` are the names of an expert's gate, up and down
-    projections in a checkpoint.
+    `renormalize` makes a token's weights sum to 1. `bias`: the router and all projections have biases.
+    `activation` is of an expert's gate | up; `mxfp4`: the experts' matrices stay in four bits. `names` are the
+    names of an expert's gate, up and down projections in a checkpoint. A `router` of its own is for families that
+    override `route`.
     """
 
     def __init__(
@@ -29,24 +51,73 @@ class SparseMoE(Layer):
         top_k: int,
         *,
         renormalize: bool,
+        bias: bool = False,
+        activation: Activation = silu_and_mul,
+        mxfp4: bool = False,
         names: Sequence[str] = EXPERT_NAMES,
+        router: Layer | None = None,
         placement: Placement,
     ) -> None:
         super().__init__()
-        self.top_k, self.renormalize = top_k, renormalize
+        self.top_k, self.renormalize, self.activation = top_k, renormalize, activation
         self.names, self.impl, self.deterministic = names, placement.impl, placement.deterministic
-        self.router = Linear(hidden_size, num_experts, bias=False, placement=placement)
-        self.gate_up = placement.parameter(num_experts, 2 * intermediate_size, hidden_size)
-        self.down = placement.parameter(num_experts, hidden_size, intermediate_size)
+        self.quantization = placement.quantization
+        self.shape = num_experts, hidden_size, intermediate_size
+        self.router = router or Linear(hidden_size, num_experts, bias=bias, placement=placement.unquantised())
+        self.gate_up, self.down = (
+            Mxfp4Matrices(*shape, placement) if mxfp4 else placement.parameter(*shape)
+            for shape in (
+                (num_experts, 2 * intermediate_size, hidden_size),
+                (num_experts, hidden_size, intermediate_size),
+            )
+        )
+        self.gate_up_bias = placement.parameter(num_experts, 2 * intermediate_size) if bias else None
+        self.down_bias = placement.parameter(num_experts, hidden_size) if bias else None
 
     def forward(self, x: Tensor, *, split_k_ok: bool = False) -> Tensor:
         """`x [num_tokens, hidden_size]` to the same shape; never parts, whatever `split_k_ok`."""
-        weights, experts = topk_softmax(self.router(x), self.top_k, renormalize=self.renormalize, impl=self.impl)
-        return moe(x, weights, experts, self.gate_up, self.down, deterministic=self.deterministic, impl=self.impl)
+        weights, experts = self.route(x)
+        return moe(
+            x,
+            weights,
+            experts,
+            _matrices(self.gate_up),
+            _matrices(self.down),
+            gate_up_bias=self.gate_up_bias,
+            down_bias=self.down_bias,
+            activation=self.activation,
+            deterministic=self.deterministic,
+            impl=self.impl,
+        )
 
-    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """As `Layer.checkpoint_tensors`, of the router, then expert by expert."""
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights float32 and experts int64 `[num_tokens, top_k]`, as `moe` takes them."""
+        return topk_softmax(self.router(x), self.top_k, renormalize=self.renormalize, impl=self.impl)
+
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
+        """As `Layer.checkpoint_tensors`, of the router, then expert by expert: held in the model's dtype."""
         yield from self.router.checkpoint_tensors(f"{name}.gate")
-        for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            for part, tensor in zip(self.names, (*gate_up.chunk(2), down), strict=True):
-                yield f"{name}.experts.{expert}.{part}.weight", tensor
+        for kind, stacks in self._stacks():
+            for expert, (gate_up, down) in enumerate(zip(*stacks, strict=True)):
+                for part, tensor in zip(self.names, (*gate_up.chunk(2), down), strict=True):
+                    own = f"{name}.experts.{expert}.{part}"
+                    if kind == "weight":
+                        yield from plain_places(own, tensor, self.quantization)
+                    else:
+                        yield f"{own}.{kind}", tensor
+
+    def _stacks(self) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+        """Of gate | up and of down, what all experts have, by its name in a checkpoint."""
+        both = _parameters(self.gate_up), _parameters(self.down)
+        for kind in both[0]:
+            yield kind, (both[0][kind], both[1][kind])
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            yield "bias", (self.gate_up_bias, self.down_bias)
+
+
+def _matrices(stack: nn.Parameter | Mxfp4Matrices) -> Matrices:
+    return stack if isinstance(stack, nn.Parameter) else stack.value
+
+
+def _parameters(stack: nn.Parameter | Mxfp4Matrices) -> dict[str, nn.Parameter]:
+    return {"weight": stack} if isinstance(stack, nn.Parameter) else dict(stack.named_parameters())

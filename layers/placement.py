@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from layers.place import Place
+from layers.quantization import Quantization
 from triton_ops.implementation import Impl
 
 
@@ -15,22 +17,31 @@ from triton_ops.implementation import Impl
 class Placement:
     """The dtype and device of a model's weights, and the implementation of its operations.
 
-    `deterministic`: the bits of a token's result depend on the tokens up to it alone, not on the pass.
+    Attributes:
+        deterministic: the bits of a token's result depend on the tokens up to it alone, not on the pass.
+        quantization: of the weights of linear layers; None: they are in `dtype`, too.
+        holds_e4m3: whether quantised weights are held and multiplied in e4m3; otherwise they are dequantised.
     """
 
     dtype: torch.dtype
     device: torch.device
     impl: Impl = "auto"
     deterministic: bool = False
+    quantization: Quantization | None = None
+    holds_e4m3: bool = False
 
-    def parameter(self, *shape: int) -> nn.Parameter:
-        """An uninitialised weight."""
-        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+    def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """An uninitialised weight, in another dtype if one is given."""
+        return nn.Parameter(torch.empty(shape, dtype=dtype or self.dtype, device=self.device), requires_grad=False)
+
+    def unquantised(self) -> Placement:
+        """The same for a linear layer that checkpoints leave in the model's dtype."""
+        return replace(self, quantization=None)
 
 
 class Layer(nn.Module):
     """A layer with weights, uninitialised until the tensors of `checkpoint_tensors` are filled."""
 
-    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """The layer's tensors in a checkpoint, where it is called `name`: (tensor name, destination)."""
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
+        """The layer's tensors in a checkpoint, where it is called `name`: (tensor name, place)."""
         return self.named_parameters(name, recurse=False)

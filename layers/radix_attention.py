@@ -26,9 +26,9 @@ class KVCache(Protocol):
 class RadixAttention(nn.Module):
     """The attention of layer `layer_id`, from the projections' output to the heads' outputs.
 
-    `cos_sin_cache`, see `Rotation`, is None where the layer has no positions; `norm` is of each head by itself. A
-    layer with a window stores all its KV nevertheless: a prefix can be reused at any length. `deterministic` as in
-    `Placement`.
+    `cos_sin_cache`, see `Rotation`, is None where the layer has no positions; `q_factors` go with it. `norm` is of
+    each head by itself. A layer with a window stores all its KV nevertheless: a prefix can be reused at any
+    length. `deterministic` as in `Placement`.
     """
 
     def __init__(
@@ -37,13 +37,14 @@ class RadixAttention(nn.Module):
         scoring: Scoring,
         *,
         cos_sin_cache: Tensor | None,
+        q_factors: Tensor | None = None,
         norm: HeadNorm | None,
         impl: Impl,
         deterministic: bool = False,
     ) -> None:
         super().__init__()
         self.layer_id, self.scoring, self.impl, self.deterministic = layer_id, scoring, impl, deterministic
-        self.cos_sin_cache, self.norm = cos_sin_cache, norm
+        self.cos_sin_cache, self.q_factors, self.norm = cos_sin_cache, q_factors, norm
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, metadata: InputMetadata, kv_pool: KVCache) -> Tensor:
         """Attention of a pass's T new tokens; writes their K and V to `metadata.out_cache_loc` first.
@@ -53,7 +54,9 @@ class RadixAttention(nn.Module):
         dtype.
         """
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        rotation = None if self.cos_sin_cache is None else Rotation(self.cos_sin_cache, metadata.positions)
+        rotation = None
+        if self.cos_sin_cache is not None:
+            rotation = Rotation(self.cos_sin_cache, metadata.positions, q_factors=self.q_factors)
         kv = kv_pool.view(self.layer_id, metadata.req_to_token)
         q, k, v = qk_norm_rope_store(
             q, k, v, kv, metadata.out_cache_loc, norm=self.norm, rotation=rotation, impl=self.impl

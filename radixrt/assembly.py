@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from layers.moe import SparseMoE
+from layers.weight import Weight
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import HostKVPool, TokenToKVPool
 from radixrt.builtin import MODEL_PATH
@@ -47,7 +49,7 @@ from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.policy import SchedulePolicy, SchedulerConfig
 from radixrt.schedule.scheduler import Scheduler
 from triton_ops.implementation import runs_triton
-from triton_ops.kv.e4m3 import E4M3
+from triton_ops.kv.e4m3 import E4M3, FIRST_CAPABILITY
 
 _log = logging.getLogger(__name__)
 
@@ -138,6 +140,7 @@ def assemble(config: RuntimeConfig, decoder: Decoder | None = None) -> Parts:
                 seed=config.seed or 0,
                 impl=impl,
                 deterministic=config.deterministic,
+                quantization=config.quantization,
             )
         made.result()
     model_config = decoder.config
@@ -240,11 +243,36 @@ def _log_weights(
     kind = "random weights" if config.load_format == "dummy" else "weights"
     where = f"{decoder.placement.dtype} on {decoder.placement.device}"
     _log.info("%s of %s: %s bytes, %s, in %.1f s", kind, folder, f"{size:,}", where, seconds)
+    if decoder.placement.quantization is not None:
+        _log_quantization(decoder)
     named = {name: getattr(own_defaults, name) for name in GENERATION_DEFAULTS}
     if own := {name: value for name, value in named.items() if value != getattr(SamplingParams(), name)}:
         used = "used where none are given" if config.generation_config == "auto" else "not used"
         how = "" if config.generation_config == "auto" else '; generation_config="auto" uses them'
         _log.info("parameters of its generation_config.json are %s: %s%s", used, own, how)
+
+
+def _log_quantization(decoder: Decoder) -> None:
+    """Log how much is held in e4m3, and warn of what is quantised in the checkpoint but not here."""
+    weights = [module for module in decoder.modules() if isinstance(module, Weight)]
+    held = sum(weight.values.numel() for weight in weights if weight.scale is not None)
+    placement, experts = decoder.placement, any(isinstance(module, SparseMoE) for module in decoder.modules())
+    if not placement.holds_e4m3:
+        _log.warning(
+            "weights of e4m3 are held in %s: their products need kernels and a GPU of compute capability %s, and "
+            "the model is on %s, with impl %r",
+            *(placement.dtype, FIRST_CAPABILITY / 10, placement.device, placement.impl),
+        )
+        return
+    _log.info("%s weights are held in e4m3", f"{held:,}")
+    if experts:
+        _log.warning("the weights of experts are held in %s: their products are not in e4m3 yet", placement.dtype)
+    if cut := sum(weight.scale is None and weight.quantization is not None for weight in weights):
+        _log.warning(
+            "%d weights are held in %s: their checkpoint leaves a part as it is, or stores blocks that parts of a "
+            "stack do not keep to",
+            *(cut, placement.dtype),
+        )
 
 
 def _free_gpu() -> None:

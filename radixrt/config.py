@@ -35,6 +35,10 @@ class RuntimeConfig:
         dtype: "auto" (the checkpoint's; float32 on a CPU), "float32", "bfloat16" or "float16".
         kv_dtype: of keys and values: "auto" (that of the weights), or "fp8" (e4m3: the pool holds twice the
             tokens, less precisely; a GPU needs compute capability 8.9; docs/architecture/kv-in-8-bits.md).
+        quantization: "fp8" quantises the weights of linear layers to e4m3 as they are loaded, with a scale for
+            each output, and in each product x, with a scale for each token; None: as the checkpoint has them. GPUs
+            multiply e4m3 from compute capability 8.9 on; elsewhere the rounded weights are held in `dtype`
+            (docs/models.md#fp8-weights).
         device: such as "cpu", "cuda" or "cuda:1"; None is CUDA where there is a GPU.
         memory_fraction: share of the free memory that the KV pool takes, above 0, at most 1; on a GPU, of what
             weights, the largest pass and graphs leave: several Runtimes on one GPU each need a share of their own.
@@ -77,6 +81,7 @@ class RuntimeConfig:
     _: KW_ONLY
     dtype: str | torch.dtype = "auto"
     kv_dtype: str = "auto"
+    quantization: Literal["fp8"] | None = None
     device: str | torch.device | None = None
     memory_fraction: float | None = None
     max_total_tokens: int | None = None
@@ -104,11 +109,12 @@ class RuntimeConfig:
             "attention": ("tree", "flat"),
             "generation_config": ("auto", "none"),
             "kv_dtype": ("auto", "fp8"),
+            "quantization": (None, "fp8"),
             "schedule_policy": [*SchedulePolicy],
         }
         for name, choices in known.items():
             if (chosen := getattr(self, name)) not in choices:
-                raise ParameterError(f"{name} is {chosen!r}; it must be one of: {', '.join(choices)}")
+                raise ParameterError(f"{name} is {chosen!r}; it must be one of: {', '.join(map(str, choices))}")
         for name in ("enable_prefix_cache", "force_miss", "overlap", "deterministic"):
             if not isinstance(chosen := getattr(self, name), bool):
                 raise ParameterError(f"{name} is {chosen!r}; it must be True or False")

@@ -2,8 +2,8 @@
 
 python scripts/simulate_replicas.py [--draw docs/replicas.png]
 
-Eight lists of about 100,000 prompts (1,000 equal ones; 3,200 of 32 samples), the sizes of Qwen3-0.6B and an H200's
-peak; a replica runs its pieces one after the other. Prints how many times as fast N replicas are as one.
+Nine lists of about 100,000 prompts (1,000 equal ones; 3,200 of 32 samples, 4 of 256), the sizes of Qwen3-0.6B and
+an H200's peak; a replica runs its pieces one after the other. Prints how many times as fast N replicas are as one.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ LISTS: dict[str, Callable[[], Any]] = {
     "docqa": lambda: tree_list(2, [(1600, (8192, 8192)), (64, (20, 60))], (128, 128)),
     "system prompt": lambda: tree_list(3, [(1, (2048, 2048)), (100_000, (32, 256))], (64, 256)),
     "samples": lambda: tree_list(4, [(3200, (1024, 1024))], (512, 512), 32),
+    "few prompts": lambda: tree_list(8, [(4, (1024, 1024))], (512, 512), 256),
     "judging": lambda: tree_list(5, [(1, (1536, 1536)), (8400, (80, 400)), (4, (50, 300)), (3, (1, 1))], (48, 96)),
     "one giant subtree": lambda: tree_list(
         6, [(1, (30_000, 30_000)), (10, (500, 900)), (10_000, (9, 90))], (4, 60)

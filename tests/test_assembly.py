@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from radixrt.builtin import MODEL_PATH
 from radixrt.errors import ModelError, ParameterError, PromptError
 from radixrt.models import loader
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
+from triton_ops.linear.e4m3_linear import dequantised_weight, quantised_weight
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}\n{% endfor %}"
@@ -66,6 +68,42 @@ def test_variables_of_the_chat_template(folder: Path) -> None:
             runtime.generate({"messages": CHAT, "chat_template_kwargs": {"brief": 1}})
     with pytest.raises(ParameterError, match="chat_template_kwargs have 'brief', which the chat template"):
         Runtime(folder, **OPTIONS, chat_template_kwargs={"brief": True})
+
+
+ASKED = "Mira likes Oslo. Tarek counts 374. Ines paints blue.\nQ: Tarek counts?\nA:"
+
+
+def test_quantised_weights_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """On a CPU they are held in its dtype, which is said aloud."""
+    with caplog.at_level(logging.WARNING, "radixrt"), Runtime(**OPTIONS, quantization="fp8") as runtime:
+        output = runtime.generate(ASKED, SamplingParams(temperature=0, max_new_tokens=6))
+        weight = runtime.parts.engine.runner.model.blocks[0].feed_forward.down.weight.values
+    assert output.text.strip() == "374"
+    assert weight.dtype == torch.float32
+    assert (weight == quantised(weight)).all(), "with the values of e4m3"
+    (told,) = (record.message for record in caplog.records)
+    assert told == (
+        "weights of e4m3 are held in torch.float32: their products need kernels and a GPU of compute capability "
+        "8.9, and the model is on cpu, with impl 'auto'"
+    )
+
+
+def quantised(weight: torch.Tensor) -> torch.Tensor:
+    return dequantised_weight(*quantised_weight(weight, blocks=False))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_quantised_weights_on_a_gpu(dtype: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Held in e4m3, with captured graphs and without."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no products of e4m3")
+    options = {**OPTIONS, "device": "cuda", "dtype": dtype, "quantization": "fp8"}
+    for graphs in (None, False):
+        with caplog.at_level(logging.INFO, "radixrt"), Runtime(**options, cuda_graphs=graphs) as runtime:
+            output = runtime.generate(ASKED, SamplingParams(temperature=0, max_new_tokens=6))
+        assert output.text.strip() == "374"
+    assert "weights are held in e4m3" in caplog.text
 
 
 def test_long_prompts_keep_their_ends(folder: Path) -> None:

@@ -46,6 +46,7 @@ def test_a_runtime_takes_every_option_as_a_keyword() -> None:
         ({"schedule_policy": "random"}, "schedule_policy is 'random'; it must be one of: lpm, fcfs"),
         ({"attention": "paged"}, "attention is 'paged'; it must be one of: tree, flat"),
         ({"kv_dtype": "int4"}, "kv_dtype is 'int4'; it must be one of: auto, fp8"),
+        ({"quantization": "awq"}, "quantization is 'awq'; it must be one of: None, fp8"),
         ({"seed": 1.5}, "seed is 1.5"),
         ({"host_memory_gb": 1.0, "enable_prefix_cache": False}, "nothing is kept that could go to the host"),
     ],

@@ -21,7 +21,7 @@ from radixrt.sampling_params import SamplingParams
 from radixrt.text.builder import TextBuilder
 from radixrt.text.continuation import encode_continuation, splice
 from radixrt.text.tokenizer import Tokenizer, load_tokenizer
-from tests.support.small_tokenizers import CHATML, chat_tokenizer, small_tokenizer
+from tests.support.small_tokenizers import CHATML, HARMONY, chat_tokenizer, small_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 
@@ -199,6 +199,29 @@ def test_a_template_whose_beginning_changes(tmp_path: Path) -> None:
         runtime.will_say(*one_by_one(tokenizer, "Mira"), end_token(tokenizer))
         talk.say("who?")
         assert runtime.prompts[-1] == tokenizer.encode_chat(talk.messages[: 2 * turn + 1]).tolist()
+
+
+def test_channels_are_text_of_an_answer(tmp_path: Path) -> None:
+    """gpt-oss': thoughts and answer are one text without special tokens, and stay one in the history."""
+    tokenizer = chat_tokenizer(tmp_path, HARMONY)
+    runtime = FakeRuntime(tokenizer)
+    talk = Conversation(runtime, chat_template_kwargs={"reasoning_effort": "low"})
+    answer = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Oslo"
+    ids = tokenizer.encode(answer + "<|return|>").tolist()
+    for turn in range(2):
+        runtime.will_say(*ids)
+        assert talk.say("Where?").text == "analysisHm.assistantfinalOslo"
+        begun = "<|start|>system<|message|>Reasoning: low<|end|><|start|>user<|message|>Where?<|end|>"
+        assert runtime.text(turn).startswith(begun + "<|start|>assistant")
+    assert runtime.text() == rendered(talk, tokenizer.with_template_kwargs({"reasoning_effort": "low"}), 3)
+    assert "final<|message|>analysisHm.assistantfinalOslo<|end|>" in runtime.text()
+    # What a caller does who wants the final channel alone.
+    final = tokenizer.decode(ids[:-1], skip_special_tokens=False).rpartition("<|channel|>final<|message|>")[2]
+    assert final == "Oslo"
+    turns = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": final}]
+    assert "final<|message|>Oslo<|end|>" in tokenizer.chat_text(turns)
+    with pytest.raises(TokenizerError, match="refuses these messages: the content names channels"):
+        tokenizer.chat_text([turns[0], {"role": "assistant", "content": answer}])
 
 
 # -- without one -----------------------------------------------------------------------------------------------

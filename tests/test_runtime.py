@@ -178,11 +178,21 @@ FAMILIES: dict[str, Any] = {
     "gemma3": checkpoints.gemma3,
     "mixtral": checkpoints.mixtral,
     "qwen3-moe": checkpoints.qwen3_moe,
+    "gpt-oss": checkpoints.gpt_oss_in_mxfp4,
+    "glm4-moe": checkpoints.glm4_moe,
+    "ministral3": checkpoints.ministral3,
+    "granite4": checkpoints.granite4,
+    "exaone4": checkpoints.exaone4,
+    "ernie4.5": checkpoints.ernie4_5,
+    "hunyuan": checkpoints.hunyuan,
 }
 
 
 @pytest.mark.long_unless(
-    kept=lambda given: given["family"] in ("qwen2, dynamic rope", "smollm3", "gemma2", "gemma3", "qwen3-moe")
+    kept=lambda given: (
+        given["family"]
+        in ("qwen2, dynamic rope", "smollm3", "gemma2", "gemma3", "qwen3-moe", "gpt-oss", "glm4-moe", "ministral3")
+    )
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_continue_as_transformers(family: str, tmp_path: Path) -> None:

@@ -336,6 +336,33 @@ def ordered_linear_config(gpu: GPU, num_rows: int, num_columns: int, dtype: torc
     return min((OrderedLinearConfig(*tile) for tile in _FEW_ROWS_TILES[rows]), key=num_read)
 
 
+@dataclass(frozen=True)
+class E4M3LinearConfig:
+    """A program computes `rows` of x times `columns` of the output, 128 elements of the sum a step; `columns` are
+    a power of two up to 128, so that a block of weights has all of them.
+    """
+
+    rows: int
+    columns: int
+    stages: int
+    num_warps: int
+
+
+@lru_cache(maxsize=4096)
+def e4m3_linear_config(gpu: GPU, num_rows: int, num_columns: int) -> E4M3LinearConfig:
+    """For a product of e4m3. Not measured: small tiles where larger ones would leave multiprocessors idle, and for
+    few rows more loads under way.
+    """
+    _check_vendor(gpu)
+    rows = min(128, max(16, next_power_of_2(num_rows)))
+    if rows <= 32:
+        columns = 32 if cdiv(num_columns, 64) < gpu.num_sms else 64
+        return E4M3LinearConfig(rows, columns, 8 if rows == 16 else 6, 4)
+    if cdiv(num_rows, rows) * cdiv(num_columns, 128) < gpu.num_sms:
+        return E4M3LinearConfig(64, 64, 6, 4)
+    return E4M3LinearConfig(rows, 128, 3, 8)
+
+
 # --- experts ---
 
 
@@ -350,9 +377,14 @@ class ExpertConfig:
     num_stages: int = 3
 
 
-def expert_rows(num_choices: int, num_experts: int, dtype: torch.dtype) -> int:
+def expert_rows(num_choices: int, num_experts: int, dtype: torch.dtype, *, mxfp4: bool = False) -> int:
     """The rows of a tile, about as many as an expert has: `num_choices` are the rows of all experts."""
-    return min(_largest_expert_tile(dtype), max(16, next_power_of_2(cdiv(num_choices, num_experts))))
+    rows = max(16, next_power_of_2(cdiv(num_choices, num_experts)))
+    if mxfp4:
+        # To be unpacked to float32, matrices need registers of their own. In 16 bits, Triton would group the sums
+        # of smaller tiles otherwise than Hopper's warpgroups do, whose product takes less time than to unpack.
+        rows = min(32, rows) if dtype == torch.float32 else max(64, rows)
+    return min(_largest_expert_tile(dtype), rows)
 
 
 def expert_config(rows: int, size: int, inner: int, dtype: torch.dtype) -> ExpertConfig:
@@ -411,6 +443,7 @@ class BlockConfig:
 
 
 ELEMENTWISE = BlockConfig(1024, 4)  # activations, and the weighted sum of experts
+E4M3_ROW = BlockConfig(8192, 8)  # at most, of a row that is quantised; not measured
 QK_NORM_ROPE = BlockConfig(2048, 4)  # a thread has 16 bytes of both halves of a head
 ROW_TABLES = BlockConfig(256, 4)
 LOGITS = BlockConfig(1024, 4)  # masks and penalties

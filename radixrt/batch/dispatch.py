@@ -86,6 +86,12 @@ class Dispatch:
         self.put_back(replica, lost)
         return lost
 
+    def give_away(self, replica: int, pieces: Iterable[int]) -> None:
+        """Pieces that a replica was running are no longer among those of this dispatch."""
+        for piece in pieces:
+            self._running[replica].remove(piece)
+            self._left -= 1
+
     def put_back(self, replica: int, pieces: Sequence[int]) -> None:
         """Pieces that a replica was running wait for it again, before the rest; others change nothing."""
         own = sorted(self._running[replica].intersection(pieces))

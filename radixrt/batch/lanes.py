@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from radixrt.batch.dispatch import Dispatch
+from radixrt.batch.suspects import Suspects
 
 # Requests are made while the device computes: some at a time, whenever fewer wait than a scheduler ranks.
 ENOUGH_WAITING = 1024
@@ -22,6 +23,10 @@ class Lane(Protocol):
     @property
     def num_waiting(self) -> int:
         """Requests that it has and has not begun."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has no requests."""
 
     @property
     def is_ready(self) -> bool:
@@ -52,11 +57,12 @@ class Handout:
         self._dispatch, self._lanes, self._clock = dispatch, lanes, clock
         self._rates = [_Rate(first) for _ in lanes]
         self._gone: set[int] = set()
+        self._suspects = Suspects()
 
     @property
     def is_done(self) -> bool:
         """Whether all pieces have ended."""
-        return not self._dispatch.num_left
+        return not (self._dispatch.num_left or self._suspects)
 
     def next(self) -> Iterator[tuple[int, list[int]]]:
         """Pieces for lanes that have room, with the number of the lane."""
@@ -66,6 +72,14 @@ class Handout:
                 self._dispatch.retire(number)
         away = [number for number, lane in enumerate(self._lanes) if not lane.is_ready]
         for number, lane in enumerate(self._lanes):
+            if self._suspects.is_on(number):
+                continue
+            if lane.is_ready and lane.is_idle:
+                has_others = len(self._gone) + 1 < len(self._lanes)
+                if group := self._suspects.take(number, has_others):
+                    self._rates[number].handed += len(group)
+                    yield number, group
+                    continue
             if lane.is_ready and (room := self._room(number, lane.num_waiting)) > 0:
                 pieces = self._dispatch.take(number, room, away)
                 self._rates[number].handed += len(pieces)
@@ -74,11 +88,24 @@ class Handout:
 
     def end(self, lane: int, piece: int) -> None:
         """A piece needs nothing more."""
-        self._dispatch.end(lane, piece, self._clock())
+        if self._suspects.is_on(lane):
+            self._suspects.end(lane, piece)
+        else:
+            self._dispatch.end(lane, piece, self._clock())
 
-    def put_back(self, lane: int, pieces: Sequence[int]) -> None:
-        """Pieces that a lane had and has not ended wait again."""
+    def lose(self, lane: int, pieces: Sequence[int]) -> list[int]:
+        """A lane's process was lost with pieces that it had not ended: they wait again, from the second time on
+        as suspects. Returns those that are known to kill the process that runs them: they count as ended.
+        """
+        if self._suspects.is_on(lane):
+            return self._suspects.lose(lane)
+        self._dispatch.give_away(lane, self._suspects.note(pieces))
         self._dispatch.put_back(lane, pieces)
+        return []
+
+    def suspect(self, piece: int) -> None:
+        """A piece that had ended runs again, with nothing beside it."""
+        self._suspects.add(piece)
 
     def _room(self, number: int, waiting: int) -> int:
         if len(self._lanes) == 1:

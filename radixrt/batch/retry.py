@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Generic, TypeVar
+
+Line = TypeVar("Line")
 
 
-class Retries:
+class Retries(Generic[Line]):
     """Groups of lines to run again, each by itself, after one of their passes failed.
 
     A failed group is halved, and each half is run, down to lines that fail alone. A failed pass of k lines costs
@@ -14,7 +17,7 @@ class Retries:
     """
 
     def __init__(self) -> None:
-        self._groups: deque[list[int]] = deque()
+        self._groups: deque[list[Line]] = deque()
         self._running = 0  # lines of the group that runs
 
     @property
@@ -22,13 +25,13 @@ class Retries:
         """Whether a group waits or runs."""
         return bool(self._groups or self._running)
 
-    def take(self) -> list[int]:
+    def take(self) -> list[Line]:
         """The next group to run, once the previous one has ended; empty if there is none."""
         group = self._groups.popleft() if self._groups else []
         self._running = len(group)
         return group
 
-    def book(self, failed: list[int]) -> bool:
+    def book(self, failed: list[Line]) -> bool:
         """Queue the lines of a failed pass. False if the line ran alone: it is not run again."""
         if self._running == 1:
             return False
@@ -36,7 +39,3 @@ class Retries:
         # The halves come before what failed earlier: few groups wait at a time.
         self._groups.extendleft(group for group in (failed[half:], failed[:half]) if group)
         return True
-
-    def put_back(self, line: int) -> None:
-        """A line that nobody could run waits again, as a group of its own."""
-        self._groups.appendleft([line])

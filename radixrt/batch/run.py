@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,9 +17,11 @@ from radixrt.batch.formats.record import LineError, LineErrorType, Reply
 from radixrt.batch.lanes import Handout, Lane
 from radixrt.batch.meter import Meter, MeteredRuntime, progress_bar
 from radixrt.batch.options import BatchConfig
+from radixrt.batch.parts import Part, PartialOutputs, part_at
 from radixrt.batch.record_writer import RecordCounts, RecordWriter
 from radixrt.batch.retry import Retries
 from radixrt.batch.scan import Scan, SoundLine
+from radixrt.batch.suspects import killed
 from radixrt.batch.tally import Tally
 from radixrt.engine.signals import FirstSignal
 from radixrt.errors import ParameterError, PromptError, ReplicaLostError, SchedulerError
@@ -134,6 +137,9 @@ class ReplicatedRuntime(BatchRuntime[R], Protocol[R]):
     def pieces(self, plan: BatchPlan) -> Pieces:
         """A plan's prompts, with the work that each is."""
 
+    def part_of(self, request: R, part: Part) -> R:
+        """The request for some of the answers that another one asks for."""
+
     def handout(self, pieces: Pieces) -> Handout:
         """Pieces in ranges, one for each lane."""
 
@@ -152,6 +158,10 @@ class _OneLane(Generic[R]):
     is_ready, is_gone = True, False
 
     @property
+    def is_idle(self) -> bool:
+        return not self.runtime.has_work
+
+    @property
     def num_waiting(self) -> int:
         return self.runtime.num_waiting
 
@@ -165,12 +175,16 @@ class _Line(NamedTuple):
     Attributes:
         position: of its record in the output.
         keep: tokens of its prompt that later lines need (`Request.reusable_len`).
-        piece: its place in the planned run; None for one that is not there, or runs again.
+        piece: its place in the planned run; None for one that is not there.
+        part: which answers to its prompt it has; None for all.
+        is_retry: whether it runs again because its pass failed.
     """
 
     position: int
     keep: int | None = None
     piece: int | None = None
+    part: Part | None = None
+    is_retry: bool = False
 
 
 @dataclass(frozen=True)
@@ -191,17 +205,26 @@ class _PlannedLines:
         too_long: positions of those that do not fit in the pool: they fail at once.
         order: `[N]` positions of the others.
         keep: `[N]`, see `_Line`; None where all of a prompt stays cached.
-        handout: of pieces, which are places in the order.
+        pieces: each a place of the order, or some of its answers.
+        num_answers: by position.
+        handout: of the pieces.
     """
 
     too_long: Int64Array
     order: Int64Array
     keep: Int32Array | None
+    pieces: Pieces
+    num_answers: Int64Array
     handout: Handout
 
     def line(self, piece: int) -> _Line:
-        """The line at a place of the order."""
-        return _Line(int(self.order[piece]), None if self.keep is None else int(self.keep[piece]), piece)
+        """The line of a piece."""
+        place = int(self.pieces.places[piece])
+        position = int(self.order[place])
+        part = part_at(self.pieces, piece, int(self.num_answers[position]))
+        # Further parts need all of their prompt.
+        keep = None if self.keep is None or part is not None else int(self.keep[place])
+        return _Line(position, keep, piece, part)
 
 
 class BatchRun(Generic[R]):
@@ -229,8 +252,10 @@ class BatchRun(Generic[R]):
         self._interrupted = interrupted
         self._options = options
         self._pending: dict[int | str, _PendingLine[R]] = {}  # by the id of the request
-        self._retries = Retries()
-        self._first_hits: dict[int, int] = {}  # cached tokens that a line's first try had, by position
+        self._retries: Retries[_Line] = Retries()
+        # Cached tokens that a line's first try had, by position and first answer.
+        self._first_hits: dict[tuple[int, int], int] = {}
+        self._partial = PartialOutputs()  # by position
         self._meter = Meter(runtime)
         self._replicas: ReplicatedRuntime[R] | None = None
         self._lanes: Sequence[SubmittingLane[R]]
@@ -241,6 +266,7 @@ class BatchRun(Generic[R]):
         self._plan: BatchPlan | None = None
         self._predicted_hit_rate: float | None = None
         self._repeated_tokens: int | None = None  # where the plan is cut for several replicas
+        self._missed_tokens = 0  # of these, those that count as misses: not those of a prompt's further answers
 
     @property
     def is_complete(self) -> bool:
@@ -325,17 +351,21 @@ class BatchRun(Generic[R]):
         too_long = positions[needed > limits.pool_tokens]
         positions = positions[needed <= limits.pool_tokens]
         self._plan = plan = self._plan_of(positions)
+        num_answers = scan.demands.num_answers
         if self._options.order == "file":
-            return _PlannedLines(too_long, positions, None, self._handout(Pieces.alike(len(positions))))
+            pieces = Pieces.alike(len(positions))
+            return _PlannedLines(too_long, positions, None, pieces, num_answers, self._handout(pieces))
         pieces = self._replicas.pieces(plan) if self._replicas else Pieces.alike(len(plan))
         if self._replicas and self._runtime.reuses_prefixes:
-            self._repeated_tokens = int(shards(pieces, len(self._lanes)).repeated_tokens.sum())
+            ranges = shards(pieces, len(self._lanes))
+            self._repeated_tokens = int(ranges.repeated_tokens.sum())
+            self._missed_tokens = int(ranges.repeated_tokens[~ranges.begins_within_a_prompt].sum())
         all_fit = plan.pool_for_all <= limits.pool_tokens
         drops_prefixes = not (all_fit or self._options.keep_cache)
         if all_fit or drops_prefixes:
             self._predicted_hit_rate = self._prediction(plan)
         keep = plan.keep if drops_prefixes else None
-        return _PlannedLines(too_long, plan.run.order, keep, self._handout(pieces))
+        return _PlannedLines(too_long, plan.run.order, keep, pieces, num_answers, self._handout(pieces))
 
     def _handout(self, pieces: Pieces) -> Handout:
         if self._replicas:
@@ -350,9 +380,7 @@ class BatchRun(Generic[R]):
         held = stats.capacity - stats.free
         if not held:
             found = plan.predict(limits)
-            return replace(
-                found, cached_tokens=max(0, found.cached_tokens - (self._repeated_tokens or 0))
-            ).hit_rate
+            return replace(found, cached_tokens=max(0, found.cached_tokens - self._missed_tokens)).hit_rate
         fits = held + plan.pool_beyond_held <= limits.pool_tokens
         return plan.predict_without_eviction().hit_rate if fits and not self._replicas else None
 
@@ -379,7 +407,7 @@ class BatchRun(Generic[R]):
             fed = False
             ready = next((number for number, lane in enumerate(self._lanes) if lane.is_ready), None)
             if ready is not None and not self._pending and (again := self._retries.take()):
-                self._submit(ready, [_Line(position) for position in again])
+                self._submit(ready, again)
                 fed = True
             if not self._retries.is_active:
                 for lane, pieces in self._lines.handout.next():
@@ -389,17 +417,26 @@ class BatchRun(Generic[R]):
 
     def _submit(self, lane: int, planned: list[_Line]) -> None:
         scan, requests = self._scan, []
-        read = scan.read([line.position for line in planned])
-        for line, sound in zip(planned, read, strict=True):
+        positions = dict.fromkeys(line.position for line in planned)  # once each
+        read = dict(zip(positions, scan.read(positions), strict=True))
+        for line in planned:
+            sound = read[line.position]
             assert isinstance(sound, SoundLine)
+            if (failure := self._partial.failure(line.position)) is not None:
+                self._end(lane, line)
+                self._answer(line, sound.reply, failure)
+                continue
             number, tokens = int(scan.lines[line.position]), scan.tokens[line.position]
             try:
                 request = self._runtime.prepare(tokens, sound.sampling_params, index=number, keep=line.keep)
             except (PromptError, ParameterError) as error:  # such as one too long for the KV pool
-                why = LineError(LineErrorType.INVALID_PROMPT, f"the prompt {error}", sound.reply)
-                self._records.refuse(line.position, why)
+                if line.part is None or not line.part.first:  # the others are refused, too
+                    why = LineError(LineErrorType.INVALID_PROMPT, f"the prompt {error}", sound.reply)
+                    self._records.refuse(line.position, why)
                 self._end(lane, line)
                 continue
+            if line.part is not None and self._replicas is not None:
+                request = self._replicas.part_of(request, line.part)
             self._pending[request.id] = _PendingLine(line, lane, request, sound.reply)
             requests.append(request)
         if requests:
@@ -427,50 +464,65 @@ class BatchRun(Generic[R]):
     def _book(self, outputs: list[RequestOutput]) -> None:
         """Write the records of ended requests, except for aborted ones and those to be run again."""
         failed: list[tuple[_PendingLine[R], RequestOutput]] = []  # all of one pass: a step books one of each lane
-        lost: list[_PendingLine[R]] = []
+        lost: defaultdict[int, list[tuple[_PendingLine[R], RequestOutput]]] = defaultdict(list)  # by lane
         for output in outputs:
             line = self._pending.pop(output.id, None)
             if line is None:
                 continue
             if isinstance(output.cause, ReplicaLostError):
-                lost.append(line)
+                lost[line.lane].append((line, output))
                 continue
             self._end(line.lane, line.line)
             if output.cause is None:
-                self._answer(line, output)
+                self._answer(line.line, line.reply, output)
             else:
                 failed.append((line, output))
-        self._put_back(lost)
-        retried = bool(failed) and self._retries.book([line.line.position for line, _ in failed])
+        for lane, found in lost.items():
+            self._lose(lane, found)
+        again = [line.line._replace(keep=None, is_retry=True) for line, _ in failed]
+        retried = bool(failed) and self._retries.book(again)
         for line, output in failed:
             if retried:
-                self._first_hits.setdefault(line.line.position, output.usage.cached_tokens)
+                self._first_hits.setdefault(_key(line.line), output.usage.cached_tokens)
             else:
-                self._answer(line, output)
+                self._answer(line.line, line.reply, output)
         self._records.enforce_error_limit()
 
     def _end(self, lane: int, line: _Line) -> None:
         """A line has ended, or is one to be retried."""
-        if line.piece is not None:
+        if line.piece is not None and not line.is_retry:
             self._lines.handout.end(lane, line.piece)
 
-    def _put_back(self, lost: list[_PendingLine[R]]) -> None:
-        """Lines that a lost lane had wait again."""
-        for each in lost:
-            if each.line.piece is None:
-                self._retries.put_back(each.line.position)
-            else:
-                self._lines.handout.put_back(each.lane, [each.line.piece])
+    def _lose(self, lane: int, lost: list[tuple[_PendingLine[R], RequestOutput]]) -> None:
+        """Lines that a lane was lost with wait again, but for those that are known to end each process."""
+        handout, by_piece = self._lines.handout, {line.line.piece: (line, output) for line, output in lost}
+        for line, _ in lost:
+            if line.line.is_retry and line.line.piece is not None:
+                handout.suspect(line.line.piece)
+        first = [line.line.piece for line, _ in lost if not line.line.is_retry and line.line.piece is not None]
+        for piece in handout.lose(lane, first) if first else ():
+            line, output = by_piece[piece]
+            self._answer(line.line, line.reply, killed(output))
 
-    def _answer(self, line: _PendingLine[R], output: RequestOutput) -> None:
-        """Write the record of a final output."""
-        position = line.line.position
-        if (cached := self._first_hits.pop(position, None)) is not None:
+    def _answer(self, line: _Line, reply: Reply, output: RequestOutput) -> None:
+        """Write the record of a final output, once the line has all of its answers."""
+        if (cached := self._first_hits.pop(_key(line), None)) is not None:
             # A retry finds the tokens that the first try has computed: its own hits do not count.
             computed = output.usage.prompt_tokens - cached
             output = replace(output, usage=replace(output.usage, cached_tokens=cached, computed_tokens=computed))
-        if self._records.answer(position, line.reply, output):
-            self._meter.count(output)
+        whole = output if line.part is None else self._partial.add(line.position, line.part, output)
+        if whole is None:
+            return
+        if isinstance(whole.cause, ReplicaLostError):  # it has run nowhere to its end
+            error = LineError(LineErrorType.FAILED, str(whole.error), reply)
+            self._records.refuse(line.position, error)
+        elif self._records.answer(line.position, reply, whole):
+            self._meter.count(whole)
+
+
+def _key(line: _Line) -> tuple[int, int]:
+    """Of what runs as one request."""
+    return line.position, 0 if line.part is None else line.part.first
 
 
 def batch_report(

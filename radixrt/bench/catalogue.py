@@ -192,6 +192,44 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 24,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 201_088,
+        "max_position_embeddings": 131_072,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "attention_bias": True,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150_000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "quantization_config": {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+        },
+    },
 }
 """By name: the contents of config.json."""
 
@@ -242,6 +280,8 @@ GROUPS = {
     "elementwise": "norms, gated activations, rotary embedding and KV store (bound by bytes)",
     "sampling": "draws, greedy choices and log-probabilities (bound by the bytes of the logits, once)",
     "linear": "output projections of small batches, with the norm that follows (bound by bytes, or by products)",
+    "linear-fp8": "projections of weights in e4m3, with the quantisation of x (bound by bytes, or by products)",
+    "experts": "experts of gpt-oss 20b in MXFP4, compared with bf16 (bound by bytes, or by products)",
     "kv_copy": "KV to and from pinned host memory (bound by the link) and within the pool",
 }
 """By name: a description, in running order."""

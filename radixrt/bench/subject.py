@@ -17,6 +17,7 @@ import torch
 from radixrt.bench.catalogue import write_shape
 from radixrt.builtin import MODEL_PATH
 from radixrt.execution.device import choose_device
+from radixrt.models.loader import multiplies_e4m3
 from radixrt.runtime import Runtime
 from radixrt.version import __version__
 from radixrt.workloads.bound import KNOWN_DEVICES, DeviceSpeed, ModelShape
@@ -68,11 +69,19 @@ def model_shape(runtime: Runtime, dtype: str) -> ModelShape:
         head_dim=config.head_dim,
         vocab_size=config.vocab_size,
         bytes_per_value=value_bytes(runtime, dtype),
+        layers_in_e4m3=_holds_e4m3(runtime),
     )
 
 
+def _holds_e4m3(runtime: Runtime) -> bool:
+    """Whether the weights of layers are held in e4m3."""
+    asked = runtime.parts.config
+    is_quantised = asked.quantization is not None or runtime.config.quantization is not None
+    return is_quantised and multiplies_e4m3(asked.impl, runtime.device)
+
+
 def value_bytes(runtime: Runtime, dtype: str) -> int:
-    """Bytes of a weight or an element of KV; `dtype` is the Runtime's option."""
+    """Bytes of an unquantised weight or an element of KV; `dtype` is the Runtime's option."""
     auto = torch.float32 if runtime.device.type == "cpu" else runtime.config.dtype
     chosen = auto if dtype == "auto" else getattr(torch, dtype)
     return int(chosen.itemsize)

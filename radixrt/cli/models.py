@@ -11,7 +11,7 @@ from radixrt.cli.exit_status import DONE
 from radixrt.cli.options import add_command
 from radixrt.models.families import FAMILIES
 
-_LIMITS = "One GPU holds the whole model, unquantised: 2 bytes a parameter in bf16, and the KV beside it."
+_LIMITS = "One GPU holds the whole model: 2 bytes a parameter in bf16, 1 in fp8, and the KV beside it."
 
 _EXAMPLE = f"""\
 example:

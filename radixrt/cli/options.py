@@ -151,6 +151,7 @@ MODEL = (
     Option("revision", "branch, tag or commit of a hub id (its main branch)", "NAME"),
     Option("dtype", "of weights and KV, such as bfloat16", "DTYPE"),
     Option("kv_dtype", "of KV; fp8: 8 bits a number (that of the weights)", choices=("auto", "fp8")),
+    Option("quantization", "of weights, as they are loaded; fp8: 8 bits a number (none)", choices=("fp8",)),
     Option("device", "such as cpu, cuda or cuda:1", "DEVICE"),
     Option("impl", "kernels or references (kernels on a GPU)", choices=("auto", "torch", "triton")),
     Option("load_format", "dummy: random weights from config.json alone", choices=("auto", "dummy")),

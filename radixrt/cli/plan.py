@@ -40,7 +40,7 @@ _CARDS = (
 )
 _OF_THE_MODEL = ("model", "revision", "chat_template_kwargs", "generation_config")
 _OPTIONS = (
-    *(option for option in MODEL if option.name in _OF_THE_MODEL),
+    *(option for option in MODEL if option.name in (*_OF_THE_MODEL, "quantization")),
     Option("max_total_tokens", "slots of the KV pool (as many as fit on the card)", "N", int),
     Option("max_running_requests", "maximum requests in a pass (2048)", "N", int),
     Option("chunked_prefill_size", "maximum prompt tokens in a pass (16384)", "N", int),
@@ -107,7 +107,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     sampling_params(arguments)  # before the model is read, so that a mistake shows at once
     builder = builder_without_weights(given.pop("model", MODEL_PATH), **given)
     defaults = sampling_params(arguments, builder.defaults)
-    shape = shape_of(builder.config)
+    is_quantised = hasattr(arguments, "quantization") or builder.config.quantization is not None
+    shape = shape_of(builder.config, in_e4m3=is_quantised and card.has_e4m3)
     with temporary_folder() as folder:
         with reading_bar(arguments.input, arguments.progress) as bar:
             scan = scan_lines(
@@ -138,7 +139,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         expectation = plan.expect(limits, shape, card.speed)
         ranges = None
         if arguments.replicas > 1:
-            pieces = pieces_of(plan, arguments.replicas, limits, shape, card.speed, split=False)
+            pieces = pieces_of(plan, arguments.replicas, limits, shape, card.speed)
             ranges = shards(pieces, arguments.replicas)
         told: dict[str, Any] = {
             "expectation": expectation,

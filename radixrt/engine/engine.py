@@ -13,6 +13,7 @@ from radixrt.errors import DeviceLostError, SchedulerError
 from radixrt.schedule.activity import Activity, ActivityMeter
 from radixrt.schedule.answer import Answer
 from radixrt.schedule.booking import Booking
+from radixrt.schedule.masks import masks_of
 from radixrt.schedule.passes import Runner
 from radixrt.schedule.scheduler import Scheduler
 
@@ -93,6 +94,10 @@ class Engine:
         booking = self.scheduler.next_pass()
         if booking is not None:
             self._in_flight.append(self._launch(booking))
+            if booking.pass_.sampling.masked is not None:  # it waits for the tokens of all passes before
+                while len(self._in_flight) > 1:
+                    ended += self._collect(self._in_flight.popleft())
+                self._draw_masked()
         if self._in_flight and (booking is None or len(self._in_flight) > self._max_in_flight):
             ended += self._collect(self._in_flight.popleft())
         self._meter.end_step()
@@ -109,6 +114,17 @@ class Engine:
             self.scheduler.cache.rows.give_back(booking.pass_.row_changes)
             self._check_device(error, booking, "could not be launched")
             return _InFlight(booking, error=error)
+
+    def _draw_masked(self) -> None:
+        """Start the draws of the one pass in flight, which has masked ones."""
+        (flight,) = self._in_flight
+        if flight.error is not None:
+            return
+        try:
+            self.runner.draw_masked(flight.handle, masks_of(flight.booking))
+        except Exception as error:
+            self._check_device(error, flight.booking, "could not be drawn from")
+            self._in_flight[0] = _InFlight(flight.booking, error=error)
 
     def _collect(self, flight: _InFlight) -> list[Answer]:
         error = flight.error

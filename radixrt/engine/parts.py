@@ -66,7 +66,8 @@ def request_output(first: Answer, tokenizer: Tokenizer | None) -> RequestOutput:
     request = first.request
     outputs = [_completion(answer, tokenizer) for answer in first.family]
     # Where it ended before its answers' first tokens were drawn, all have ended so.
-    outputs += [replace(outputs[0], index=index) for index in range(len(outputs), request.params.n)]
+    missing = range(len(outputs), request.params.n)
+    outputs += [replace(outputs[0], index=request.first_answer + nth) for nth in missing]
     return RequestOutput(
         index=request.index,
         id=request.id,

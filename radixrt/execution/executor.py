@@ -12,6 +12,7 @@ from torch import Tensor
 from layers.input_metadata import InputMetadata
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
+from radixrt.arrays import Int32Array
 from radixrt.execution.graphs import CAPTURED_DRAWS, GraphRecorder, Launch, PassShape
 from radixrt.execution.pass_builder import PackedPass
 from radixrt.execution.sampling.sampler import Arrays, draw_logprobs, sample_plain, sample_processed
@@ -63,7 +64,7 @@ class Executor:
         size = rows.max_requests + 1, rows.max_context_len
         self.req_to_token = torch.zeros(size, dtype=torch.int32, device=device)  # the last row is for padding
         self.last_token = torch.zeros(size[0], dtype=torch.int32, device=device)  # sampled for each row
-        self._staging = Staging(device)
+        self._staging, self._masks = Staging(device), Staging(device, 1)
         self.graphs: dict[Hashable, Launch] = {}  # forward passes by PassKey, draws by shape and features
 
     def capture(self, idle_passes: Iterable[PackedPass], recorder: GraphRecorder) -> None:
@@ -144,8 +145,10 @@ class Executor:
             self._finite[: len(finite)].copy_(finite)
         return logits, finite, hidden
 
-    def draw(self, forward: Forward) -> Drawn:
-        """Start the draws of a pass: `last_token` gets the first of each row."""
+    def draw(self, forward: Forward, masks: Int32Array | None = None) -> Drawn:
+        """Start the draws of a pass, with the masks of those that are masked: `last_token` gets the first token of
+        each row.
+        """
         arrays, sampling, logits = forward.arrays, forward.pass_.sampling, forward.logits
         processed, last_token = sampling.processed, self.last_token
         if forward.finite is not None and not len(logits):
@@ -163,6 +166,9 @@ class Executor:
             launch()
         filtered = None
         if processed is not None:
+            if masks is not None:
+                words = self._masks.upload(masks.reshape(-1))[: masks.size].view(masks.shape)
+                arrays = {**arrays, "masks": words}
             filtered = sample_processed(logits, arrays, processed, last_token, out, impl=self._impl)
         token_ids, drawn = out
         logprobs: tuple[Tensor, ...] = ()

@@ -50,7 +50,8 @@ class HostCopies:
 
 class PassTimer:
     """Times passes in the order in which they are launched. The host begins to launch one at `begin` and has at
-    `end`; at `start` it knows all that it had to find out first, and the pass begins on the device.
+    `end`; at `start` it knows all that it had to find out first, and the pass begins on the device. What it does
+    between `pause` and `resume` is not launching.
 
     On a GPU a pass lasts from one event to another. The first is due when all that was launched before has ended,
     so that a pass which is launched while another one is computed begins where that ends. Elsewhere the launch
@@ -59,7 +60,8 @@ class PassTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._free: list[list[torch.cuda.Event]] = []  # the last are those of the launch at hand
+        self._free: list[list[torch.cuda.Event]] = []
+        self._own: list[torch.cuda.Event] = []  # of the launch at hand, or of one that raised
         self._began = 0.0
 
     def begin(self) -> None:
@@ -67,12 +69,20 @@ class PassTimer:
 
     def start(self) -> None:
         if self._on_gpu:
-            if not self._free:
-                self._free.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])  # type: ignore[no-untyped-call]
-            self._free[-1][0].record()
+            if not self._own and self._free:
+                self._own = self._free.pop()
+            elif not self._own:
+                self._own = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+            self._own[0].record()
+
+    def pause(self) -> None:
+        self._began -= time.perf_counter()
+
+    def resume(self) -> None:
+        self._began += time.perf_counter()
 
     def end(self) -> TimedPass:
-        events = self._free.pop() if self._on_gpu else []
+        events, self._own = self._own, []
         if events:
             events[1].record()
         return time.perf_counter() - self._began, events

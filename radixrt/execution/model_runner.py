@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ from radixrt.arrays import Int32Array
 from radixrt.errors import DeviceLostError
 from radixrt.execution.attention.flat import KernelShape
 from radixrt.execution.attention.planner import AttentionPlanner
-from radixrt.execution.executor import Executor
+from radixrt.execution.executor import Executor, Forward
 from radixrt.execution.graphs import TOKEN_SIZES, GraphRecorder, captured_shapes
 from radixrt.execution.in_flight import HostCopies, HostCopy, PassTimer, TimedPass
 from radixrt.execution.kv_mover import KVMover
@@ -49,6 +50,14 @@ class PassInFlight:
     # log-probabilities; of those of prompts. The last two are empty where nobody wants them.
     copies: list[list[HostCopy]]
     timed: TimedPass
+
+
+@dataclass
+class PassWithoutDraws:
+    """A launched pass whose draws wait for masks; then `drawn`."""
+
+    forward: Forward
+    drawn: PassInFlight | None = None
 
 
 class ModelRunner:
@@ -106,25 +115,44 @@ class ModelRunner:
         with torch.inference_mode(), self._on_device():
             self._mover.run(transfers)
 
-    def launch(self, pass_: Pass) -> PassInFlight:
+    def launch(self, pass_: Pass) -> PassInFlight | PassWithoutDraws:
         self._timer.begin()
+        with self._launching():
+            packed = self._builder.build(pass_)
+            self._timer.start()
+            forward = self.executor.forward(pass_, packed)
+            if pass_.sampling.masked is None:
+                return self._drawn(forward)
+            self._timer.pause()
+            return PassWithoutDraws(forward)
+
+    def draw_masked(self, handle: object, masks: Int32Array) -> None:
+        assert isinstance(handle, PassWithoutDraws)
+        self._timer.resume()
+        with self._launching():
+            handle.drawn = self._drawn(handle.forward, masks)
+
+    def _drawn(self, forward: Forward, masks: Int32Array | None = None) -> PassInFlight:
+        drawn = self.executor.draw(forward, masks)
+        sampled = (drawn.token_ids, drawn.finite) if drawn.both is None else (drawn.both,)
+        results = (sampled, drawn.logprobs, self.executor.score(forward))
+        # On a CPU, too, they are copied: the next passes overwrite some of them.
+        copies = [[self.copies.start(tensor) for tensor in tensors] for tensors in results]
+        return PassInFlight(forward.pass_.num_samples, copies, self._timer.end())  # nothing is drafted yet
+
+    @contextmanager
+    def _launching(self) -> Iterator[None]:
         with torch.inference_mode(), self._on_device():
             try:
-                packed = self._builder.build(pass_)
-                self._timer.start()
-                forward = self.executor.forward(pass_, packed)
-                drawn = self.executor.draw(forward)
-                sampled = (drawn.token_ids, drawn.finite) if drawn.both is None else (drawn.both,)
-                results = (sampled, drawn.logprobs, self.executor.score(forward))
-                # On a CPU, too, they are copied: the next passes overwrite some of them.
-                copies = [[self.copies.start(tensor) for tensor in tensors] for tensors in results]
-                return PassInFlight(pass_.num_samples, copies, self._timer.end())  # nothing is drafted yet
+                yield
             except BaseException:
                 if self._mover is not None:
                     self._mover.wait_for_passes()
                 raise
 
     def collect(self, handle: object) -> PassResult:
+        if isinstance(handle, PassWithoutDraws):
+            handle = handle.drawn
         assert isinstance(handle, PassInFlight)
         seconds, launching = self._timer.wait(handle.timed)
         sampled, *others = ([self.copies.take(copy) for copy in copies] for copies in handle.copies)

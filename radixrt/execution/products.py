@@ -11,6 +11,7 @@ from torch import Tensor
 
 from layers.linear import Linear
 from layers.moe import SparseMoE
+from layers.placement import Placement
 from layers.products import ProductTable, compare_products, same_bits
 from layers.radix_attention import RadixAttention
 from layers.vocabulary import LogitsHead
@@ -73,9 +74,9 @@ def compare_all(decoder: Decoder, limits: PassLimits, max_scored_at_once: int) -
             layer.product.table = tables[key]
         for attention in {layer.scoring.window is None: layer for layer in _attention_layers(decoder)}.values():
             _check_attention(decoder, attention)
-        experts = {layer.down.shape: layer for layer in decoder.modules() if isinstance(layer, SparseMoE)}
+        experts = {layer.shape: layer for layer in decoder.modules() if isinstance(layer, SparseMoE)}
         for layer in experts.values():
-            _check_experts(layer, tokens if on_gpu else MAX_ROWS_ON_CPU)
+            _check_experts(layer, placement, tokens if on_gpu else MAX_ROWS_ON_CPU)
     except ValueError as error:
         raise ModelError(
             f"deterministic is True, but {error}: choose another device or dtype, or leave deterministic out"
@@ -83,12 +84,12 @@ def compare_all(decoder: Decoder, limits: PassLimits, max_scored_at_once: int) -
     return tuple(tables.values())
 
 
-def _check_experts(layer: SparseMoE, max_rows: int) -> None:
+def _check_experts(layer: SparseMoE, placement: Placement, max_rows: int) -> None:
     """Raise ValueError unless the bits of a row are the same beside any number of rows."""
-    weight = layer.down
+    dtype, device, (_, hidden_size, inner_size) = placement.dtype, placement.device, layer.shape
     counts = [*takewhile(lambda count: count <= max_rows, EXPERT_ROWS)]
-    generator = torch.Generator(weight.device).manual_seed(0)
-    x = torch.randn(counts[-1], weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(counts[-1], hidden_size, generator=generator, device=device).to(dtype)
 
     def computed(rows: Tensor) -> Tensor:
         result: Tensor = layer(rows)
@@ -100,8 +101,8 @@ def _check_experts(layer: SparseMoE, max_rows: int) -> None:
         same_bits(computed(x[:count]), expected[:count]) for count in counts
     ):
         raise ValueError(
-            f"in experts of {weight.dtype} with weights {[*weight.shape[1:]]} on {weight.device}, the bits of a "
-            "row depend on the rows beside it"
+            f"in experts of {dtype} with weights {[hidden_size, inner_size]} on {device}, the bits of a row "
+            "depend on the rows beside it"
         )
 
 

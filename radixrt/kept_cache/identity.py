@@ -24,7 +24,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _STEP, _TURN = 0x1E3779B97F4A7C15, 0x3B67AE8584CAA73B
 # Fields of a config on which no KV depends, or that are spelled out below.
 _NOT_OF_KV = {
-    *("dtype", "initializer_range", "bos_token_id", "eos_token_ids"),
+    *("dtype", "quantization", "initializer_range", "bos_token_id", "eos_token_ids"),
     *("context_length", "max_context_length", "attention"),
 }
 

@@ -7,17 +7,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig
 
+from layers.quantization import Quantization
 from layers.rotary import RopeParameters
 from radixrt.checks import check_int
 from radixrt.errors import ModelError, ParameterError
 from radixrt.models.families import text_models_of
+from radixrt.models.quantization import read_quantization
 from radixrt.models.rope import longest_context, read_rope
 from radixrt.sampling_params import SamplingParams
 
@@ -35,7 +37,10 @@ _BOUNDS = {
     "num_attention_heads": (1, 2**12),
     "num_key_value_heads": (1, 2**12),
     "num_experts": (1, 2**12),
-    "num_local_experts": (1, 2**12),
+    "num_local_experts": (0, 2**12),
+    "n_routed_experts": (1, 2**12),
+    "n_shared_experts": (1, 2**12),
+    "shared_intermediate_size": (1, 2**22),
     "head_dim": (1, 2**14),
     "vocab_size": (1, 2**24),
     "max_position_embeddings": (2, 2**24),
@@ -62,7 +67,7 @@ class ModelConfig:
 
     `attention` has an entry a layer. `dtype` is the checkpoint's own (float32 if unnamed). `context_length` is the
     longest sequence that positions exist for, `max_context_length` the longest that the rope's scaling allows.
-    `eos_token_ids`, sorted, end an answer.
+    `eos_token_ids`, sorted, end an answer. `quantization` is the checkpoint's own.
 
     A family with fields of its own derives a class that adds them and overrides `read_family`.
     """
@@ -87,6 +92,7 @@ class ModelConfig:
     dtype: torch.dtype
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    quantization: Quantization | None = field(default=None, kw_only=True)
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self:
@@ -97,17 +103,19 @@ class ModelConfig:
         """
         architecture = read_architecture(folder)
         raw = read_json(folder / "config.json")
-        for part in (raw, raw.get("text_config")):
-            if isinstance(part, dict):
-                check_sizes(part)
+        parts = [part for part in (raw, raw.get("text_config")) if isinstance(part, dict)]
+        for part in parts:
+            check_sizes(part)
+        quantizations = [cls.read_quantization(part.get("quantization_config")) for part in parts]
         try:
             whole = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
             source = _text_config(whole, architecture, raw)
+            own = cls.read_family(source)
             config = cls(
-                **_read_common(source),
-                **cls.read_family(source),
+                **{**_read_common(source), **own},
                 architecture=architecture,
                 eos_token_ids=_end_tokens(folder, source.eos_token_id),
+                quantization=next((found for found in quantizations if found is not None), None),
             )
         except ModelError:
             raise
@@ -118,8 +126,19 @@ class ModelConfig:
 
     @classmethod
     def read_family(cls, source: Any) -> dict[str, Any]:
-        """Read the fields that a derived class adds from transformers' config object. Raises ModelError."""
+        """Read the fields that a derived class adds, or reads from other names, from transformers' config object.
+
+        Raises ModelError. It is called before the common fields are read: its error comes first.
+        """
         return {}
+
+    @classmethod
+    def read_quantization(cls, given: object) -> Quantization | None:
+        """What the `quantization_config` of config.json says of linear layers; None for None. Raises ModelError.
+
+        A family whose checkpoints are quantised in a way of its own overrides this.
+        """
+        return read_quantization(given)
 
     def check(self) -> None:
         """Raise ModelError if the fields describe no model that can be built."""
@@ -186,7 +205,7 @@ def _text_config(whole: Any, architecture: str, raw: Mapping[str, Any]) -> Any:
     if source.model_type not in text_models:
         raise ModelError(
             f"the text_config of this {architecture} is of type {source.model_type!r}, which is not supported; "
-            f"{' and '.join(text_models)} is"
+            f"these are: {', '.join(text_models)}"
         )
     told = [part.get("tie_word_embeddings") for part in (raw, raw.get("text_config")) if isinstance(part, dict)]
     tied = [value for value in told if value is not None]
@@ -195,30 +214,31 @@ def _text_config(whole: Any, architecture: str, raw: Mapping[str, Any]) -> Any:
     for name in ("bos_token_id", "eos_token_id"):
         if getattr(source, name, None) is None:
             setattr(source, name, getattr(whole, name, None))
-    if getattr(whole, "quantization_config", None) is not None:
-        source.quantization_config = whole.quantization_config
     return source
 
 
-def _read_common(source: Any) -> dict[str, Any]:
-    """Read the fields that all families have.
+def _optional(source: Any, name: str, default: Any) -> Any:
+    """A field of a config, if its type knows it.
 
     A config.json may hold names that the model's type does not know (a Llama with a sliding_window, say);
     transformers ignores them, and so does this.
     """
-    known = vars(type(source)())
+    return getattr(source, name) if name in vars(type(source)()) else default
 
-    def optional(name: str, default: Any) -> Any:
-        return getattr(source, name) if name in known else default
 
-    if getattr(source, "quantization_config", None) is not None:
-        raise ModelError("quantised weights are not supported, but config.json holds a quantization_config")
-    if optional("use_bidirectional_attention", None):
-        raise ModelError("use_bidirectional_attention is not supported")
+def head_dim_of(source: Any) -> int:
+    """Elements of a head, by transformers' config object."""
+    return int(getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads)
+
+
+def read_attention(source: Any) -> tuple[AttentionKind, ...]:
+    """Read the kind of each layer's attention from transformers' config object. Raises ModelError."""
     num_layers, trained_length = source.num_hidden_layers, source.max_position_embeddings
-    window = optional("sliding_window", None)
-    types = optional("layer_types", None) or [None] * num_layers
-    rotated = optional("no_rope_layers", [True] * num_layers)  # by transformers' convention, 1 stands for rope
+    window = _optional(source, "sliding_window", None)
+    types = _optional(source, "layer_types", None) or [None] * num_layers
+    rotated = _optional(
+        source, "no_rope_layers", [True] * num_layers
+    )  # by transformers' convention, 1 is for rope
     for name, values in (("layer_types", types), ("no_rope_layers", rotated)):
         if len(values) < num_layers:
             raise ModelError(f"{name} has {len(values)} entries, but the model has {num_layers} layers")
@@ -231,35 +251,42 @@ def _read_common(source: Any) -> dict[str, Any]:
     if "sliding_attention" in types and window is None:
         raise ModelError("layer_types names sliding_attention, but there is no sliding_window")
 
-    head_dim = getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads
-
     def rope(layer_type: str | None) -> RopeParameters:
         parameters = source.rope_parameters.get(layer_type or "", source.rope_parameters)
-        return read_rope(parameters, head_dim, trained_length)
+        return read_rope(parameters, head_dim_of(source), trained_length)
 
-    attention = tuple(
+    return tuple(
         AttentionKind(rope(kind) if with_rope else None, None if kind == "full_attention" else window)
         for kind, with_rope, _ in zip(types, rotated, range(num_layers), strict=False)
     )
+
+
+def _read_common(source: Any) -> dict[str, Any]:
+    """Read the fields that all families have."""
+    if _optional(source, "use_bidirectional_attention", None):
+        raise ModelError("use_bidirectional_attention is not supported")
+    # Quantised checkpoints hold the rest in bfloat16.
+    usual_dtype = torch.bfloat16 if getattr(source, "quantization_config", None) else torch.float32
+    attention, trained_length = read_attention(source), source.max_position_embeddings
     lengths = [longest_context(kind.rope, trained_length) for kind in attention if kind.rope is not None]
     return {
-        "num_layers": num_layers,
+        "num_layers": source.num_hidden_layers,
         "hidden_size": source.hidden_size,
         "intermediate_size": source.intermediate_size,
         "num_heads": source.num_attention_heads,
         "num_kv_heads": source.num_key_value_heads,
-        "head_dim": head_dim,
+        "head_dim": head_dim_of(source),
         "vocab_size": source.vocab_size,
         "context_length": trained_length,
         "max_context_length": min(lengths, default=trained_length),
         "rms_norm_eps": source.rms_norm_eps,
         "attention": attention,
-        "activation": source.hidden_activation if "hidden_activation" in known else source.hidden_act,
+        "activation": _optional(source, "hidden_activation", getattr(source, "hidden_act", None)),
         "tie_word_embeddings": source.tie_word_embeddings,
-        "attention_bias": optional("attention_bias", False),
-        "mlp_bias": optional("mlp_bias", False),
+        "attention_bias": _optional(source, "attention_bias", False),
+        "mlp_bias": _optional(source, "mlp_bias", False),
         "initializer_range": source.initializer_range,
-        "dtype": source.dtype or torch.float32,
+        "dtype": source.dtype or usual_dtype,
         "bos_token_id": source.bos_token_id,
     }
 

@@ -13,12 +13,14 @@ from itertools import islice
 from types import MappingProxyType
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from layers.input_metadata import InputMetadata
 from layers.linear import Linear, StackedLinear
 from layers.moe import SparseMoE
 from layers.norm import RMSNorm
+from layers.place import Place
 from layers.placement import Placement
 from layers.radix_attention import KVCache, RadixAttention
 from layers.vocabulary import Embedding, LogitsHead
@@ -45,11 +47,14 @@ class Attention(nn.Module):
         config: the model's; `config.attention[layer_id]` has this layer's window.
         layer_id: counts from 0.
         cos_sin_cache: None where the layer has no positions.
+        q_factors: on rotated queries, by position: see `apply_rotary`. None: there are none.
         q_norm, k_norm: over a head, or over all heads where their size says so.
+        norm_after_rotation: of norms over a head; others come before it.
         qkv_bias, output_bias: whether the projections have biases; None: `config.attention_bias`.
         packed_as: the name of the q, k and v projections where a checkpoint stores them as one.
         scale: factor on the scores; None: `head_dim ** -0.5`.
         softcap: of the scores; None: they are not capped.
+        sinks: whether each head has a learned logit without a value: see `Scoring`.
     """
 
     def __init__(
@@ -58,13 +63,16 @@ class Attention(nn.Module):
         layer_id: int,
         cos_sin_cache: Tensor | None,
         *,
+        q_factors: Tensor | None = None,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
+        norm_after_rotation: bool = False,
         qkv_bias: bool | None = None,
         output_bias: bool | None = None,
         packed_as: str | None = None,
         scale: float | None = None,
         softcap: float | None = None,
+        sinks: bool = False,
         placement: Placement,
     ) -> None:
         super().__init__()
@@ -86,13 +94,15 @@ class Attention(nn.Module):
         self.norms_each_head = q_norm is not None and q_norm.weight.shape[0] == self.head_dim
         norm = None
         if q_norm is not None and k_norm is not None and self.norms_each_head:
-            norm = HeadNorm(q_norm.weight, k_norm.weight, q_norm.eps, q_norm.offset)
+            norm = HeadNorm(q_norm.weight, k_norm.weight, q_norm.eps, q_norm.offset, norm_after_rotation)
         scale = self.head_dim**-0.5 if scale is None else scale
-        scoring = Scoring(scale, softcap, config.attention[layer_id].window)
+        self.sinks = placement.parameter(config.num_heads, dtype=torch.float32) if sinks else None
+        scoring = Scoring(scale, softcap, config.attention[layer_id].window, self.sinks)
         self.attention = RadixAttention(
             layer_id,
             scoring,
             cos_sin_cache=cos_sin_cache,
+            q_factors=q_factors,
             norm=norm,
             impl=placement.impl,
             deterministic=placement.deterministic,
@@ -110,12 +120,14 @@ class Attention(nn.Module):
         out: Tensor = self.output(attended, split_k_ok=split_k_ok)
         return out
 
-    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
         yield from self.qkv.checkpoint_tensors(name)
         yield from self.output.checkpoint_tensors(f"{name}.o_proj")
         if self.q_norm is not None and self.k_norm is not None:
             yield from self.q_norm.checkpoint_tensors(f"{name}.q_norm")
             yield from self.k_norm.checkpoint_tensors(f"{name}.k_norm")
+        if self.sinks is not None:
+            yield f"{name}.sinks", self.sinks
 
 
 class FeedForward(nn.Module):
@@ -142,7 +154,7 @@ class FeedForward(nn.Module):
         out: Tensor = self.down(self.activation(self.gate_up(hidden)), split_k_ok=split_k_ok)
         return out
 
-    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
         yield from self.gate_up.checkpoint_tensors(name)
         yield from self.down.checkpoint_tensors(f"{name}.down_proj")
 
@@ -192,7 +204,7 @@ class Block(nn.Module):
         # The norm that comes next, of the next layer or the decoder, is of the same kind.
         return self.feed_forward(hidden, split_k_ok=self.feed_forward_norm.accepts_split_k), residual
 
-    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
         for part, stored in self.checkpoint_names.items():
             yield from getattr(self, part).checkpoint_tensors(f"{name}.{stored}")
 
@@ -293,8 +305,8 @@ class Decoder(nn.Module):
         logits: Tensor = self.head(hidden, logits_indices, out=out)
         return logits
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each tensor that a checkpoint stores: its name, and the (view of a) parameter that it fills."""
+    def checkpoint_tensors(self) -> Iterator[tuple[str, Place]]:
+        """Yield each tensor that a checkpoint stores: its name, and its place, such as a view of a parameter."""
         yield from self.embedding.checkpoint_tensors("model.embed_tokens")
         for layer_id, block in enumerate(self.blocks):
             assert isinstance(block, Block)

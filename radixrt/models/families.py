@@ -44,15 +44,34 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Olmo2ForCausalLM": Family("OLMo 2", "radixrt.models.olmo", "Olmo2", "OLMo 2"),
         "Olmo3ForCausalLM": Family("OLMo 3", "radixrt.models.olmo", "Olmo2", "OLMo 3 7B, 32B"),
         "Glm4ForCausalLM": Family("GLM-4", "radixrt.models.glm", "Glm4", "GLM-4 and GLM-Z1 9B, 32B (0414)"),
+        "Glm4MoeForCausalLM": Family(
+            "GLM-4.5", "radixrt.models.glm_moe", "Glm4Moe", "GLM-4.5 Air, GLM-4.5, GLM-4.6, GLM-4.7"
+        ),
         "GraniteForCausalLM": Family("Granite", "radixrt.models.granite", "Granite", "Granite 3 2B, 8B"),
+        "GraniteMoeHybridForCausalLM": Family(
+            "Granite 4", "radixrt.models.granite", "Granite4", "Granite 4 micro, 1B, 350M (dense)"
+        ),
         "SeedOssForCausalLM": Family("Seed-OSS", "radixrt.models.qwen", "Qwen2", "Seed-OSS 36B"),
+        "GptOssForCausalLM": Family("gpt-oss", "radixrt.models.gpt_oss", "GptOss", "gpt-oss 20b, 120b"),
+        "Exaone4ForCausalLM": Family("EXAONE 4", "radixrt.models.exaone", "Exaone4", "EXAONE 4.0 1.2B, 32B"),
+        "Ernie4_5ForCausalLM": Family("ERNIE 4.5", "radixrt.models.glm", "Ernie4_5", "ERNIE 4.5 0.3B (dense)"),
+        "HunYuanDenseV1ForCausalLM": Family(
+            "Hunyuan", "radixrt.models.hunyuan", "HunYuanDense", "Hunyuan 0.5B, 1.8B, 4B, 7B (dense)"
+        ),
         "Gemma2ForCausalLM": Family("Gemma 2", "radixrt.models.gemma", "Gemma2", "Gemma 2 2B, 9B, 27B"),
         "Gemma3ForCausalLM": Family("Gemma 3", "radixrt.models.gemma", "Gemma3", "Gemma 3 270M, 1B (text)"),
         "Gemma3ForConditionalGeneration": Family(
             "Gemma 3", "radixrt.models.gemma", "Gemma3", "Gemma 3 4B, 12B, 27B: text", ("gemma3_text",)
         ),
+        "Ministral3ForCausalLM": Family(
+            "Ministral 3", "radixrt.models.ministral", "Ministral3", "Ministral 3 (text)"
+        ),
         "Mistral3ForConditionalGeneration": Family(
-            "Mistral", "radixrt.models.decoder", "Decoder", "Mistral Small 3.1, 3.2: text", ("mistral",)
+            "Mistral",
+            "radixrt.models.ministral",
+            "Ministral3",
+            "Mistral Small 3.1, 3.2, Ministral 3 3B, 8B, 14B: text",
+            ("mistral", "ministral3"),
         ),
         "Qwen2_5_VLForConditionalGeneration": Family(
             "Qwen2", "radixrt.models.qwen", "Qwen2", "Qwen2.5-VL: text", ("qwen2_5_vl_text",)
@@ -60,6 +79,31 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Qwen3VLForConditionalGeneration": Family(
             "Qwen3", "radixrt.models.qwen", "Qwen3", "Qwen3-VL: text", ("qwen3_vl_text",)
         ),
+        "Qwen3VLMoeForConditionalGeneration": Family(
+            "Qwen3 MoE", "radixrt.models.qwen", "Qwen3VLMoe", "Qwen3-VL 30B-A3B: text", ("qwen3_vl_moe_text",)
+        ),
+    }
+)
+
+_GEMMA4 = (
+    "its layers with and without a window have heads of different sizes, and some read the keys of others, where "
+    "the KV pool has one size and each layer its own; Gemma 3 is supported"
+)
+_LLAMA4 = "most of its layers attend within chunks of the context; Llama 3.3 is supported"
+_LATENT = "it has latent attention (MLA); of mixtures, GLM-4.5 Air and Qwen3 30B-A3B are supported"
+_LINEAR = "most of its layers have linear attention, whose state is no KV of tokens; Qwen3 is supported"
+
+# Why architectures that many ask for are not in the table, and what is.
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "Gemma4ForCausalLM": _GEMMA4,
+        "Gemma4ForConditionalGeneration": _GEMMA4,
+        "Llama4ForCausalLM": _LLAMA4,
+        "Llama4ForConditionalGeneration": _LLAMA4,
+        "DeepseekV2ForCausalLM": _LATENT,
+        "DeepseekV3ForCausalLM": _LATENT,
+        "Qwen3NextForCausalLM": _LINEAR,
+        "Qwen3_5ForConditionalGeneration": _LINEAR,
     }
 )
 

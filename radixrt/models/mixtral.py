@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -22,7 +22,12 @@ _STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 
 @dataclass(frozen=True)
 class MixtureConfig(ModelConfig):
-    """A token goes through `top_k` of `num_experts` experts; `expert_size` is their intermediate size."""
+    """A token goes through `top_k` of `num_experts` experts; `expert_size` is their intermediate size.
+
+    `experts_field` is the name of the number of experts in transformers' config.
+    """
+
+    experts_field: ClassVar[str] = "num_experts"
 
     num_experts: int
     top_k: int
@@ -32,15 +37,19 @@ class MixtureConfig(ModelConfig):
     def read_family(cls, source: Any) -> dict[str, Any]:
         if source.hidden_act != "silu":
             raise ModelError(f"experts with hidden_act {source.hidden_act!r} are not supported; 'silu' is")
-        if not 1 <= source.num_experts_per_tok <= source.num_experts:
-            raise ModelError(
-                f"num_experts_per_tok is {source.num_experts_per_tok}; it must be 1 to {source.num_experts}"
-            )
+        num_experts = getattr(source, cls.experts_field)
+        if not 1 <= source.num_experts_per_tok <= num_experts:
+            raise ModelError(f"num_experts_per_tok is {source.num_experts_per_tok}; it must be 1 to {num_experts}")
         return {
-            "num_experts": source.num_experts,
+            "num_experts": num_experts,
             "top_k": source.num_experts_per_tok,
             "expert_size": source.intermediate_size,
         }
+
+    @property
+    def size_of_a_token(self) -> int:
+        """The intermediate sizes of all that a token goes through in a mixture."""
+        return self.top_k * self.expert_size
 
 
 class MixtralBlock(Block):

@@ -55,7 +55,7 @@ class Qwen3MoeConfig(MixtureConfig):
             **super().read_family(source),
             "expert_size": source.moe_intermediate_size,
             "dense_layers": frozenset(dense.union(source.mlp_only_layers)),
-            "renormalize": source.norm_topk_prob,
+            "renormalize": getattr(source, "norm_topk_prob", True),  # Qwen3-VL's configs have no such field
         }
 
 
@@ -80,3 +80,16 @@ class Qwen3Moe(Qwen3):
 
     def split_stored(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         return split_experts(name, tensor, EXPERT_NAMES)
+
+
+class Qwen3VLMoe(Qwen3Moe):
+    """The text of Qwen3-VL's mixtures, whose experts are stored stacked: on the hub each of them transposed, by
+    transformers 5 not. Their shape tells.
+    """
+
+    def split_stored(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        hidden, inner = self.config.hidden_size, self.config.expert_size
+        shape = (hidden, inner) if name.endswith("down_proj") else (2 * inner, hidden)
+        if tensor.dim() == 3 and tensor.shape[1:] != shape:
+            tensor = tensor.transpose(1, 2)
+        return super().split_stored(name, tensor)

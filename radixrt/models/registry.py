@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from radixrt.errors import ModelError
 from radixrt.models.decoder import Decoder
-from radixrt.models.families import FAMILIES, Family
+from radixrt.models.families import FAMILIES, REFUSED, Family
 
 
 def _decoder(family: Family) -> type[Decoder]:
@@ -24,9 +24,12 @@ ARCHITECTURES: Mapping[str, type[Decoder]] = MappingProxyType(
 
 
 def find_architecture(name: str) -> type[Decoder]:
-    """Return the class of an architecture, built with `(config, placement)`. Raises ModelError."""
+    """Return the class of an architecture, built with `(config, placement)`. Raises ModelError, with the reason
+    where it is known.
+    """
     try:
         return ARCHITECTURES[name]
     except KeyError:
         known = ", ".join(sorted(ARCHITECTURES))
-        raise ModelError(f"architecture {name!r} is not supported; these are: {known}") from None
+        reason = f": {REFUSED[name]}" if name in REFUSED else ""
+        raise ModelError(f"architecture {name!r} is not supported{reason}; all that are: {known}") from None

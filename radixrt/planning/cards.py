@@ -22,13 +22,17 @@ PASS_BYTES = 4e9  # about the need of the largest pass and its graphs
 PASS_SECONDS = 0.9e-3, 3.2e-3
 
 
-def shape_of(config: ModelConfig) -> ModelShape:
-    """The sizes of a model that determine the cost of a token, with only the experts that one goes through."""
+def shape_of(config: ModelConfig, *, in_e4m3: bool = False) -> ModelShape:
+    """The sizes of a model that determine the cost of a token, with only the experts that one goes through.
+
+    `in_e4m3`: whether the weights of layers are held in e4m3; experts never are.
+    """
     from radixrt.models.mixtral import MixtureConfig  # torch
 
     size = config.intermediate_size
     if isinstance(config, MixtureConfig):
-        size = config.top_k * config.expert_size
+        in_e4m3 = False
+        size = config.size_of_a_token
     return ModelShape(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -38,6 +42,7 @@ def shape_of(config: ModelConfig) -> ModelShape:
         head_dim=config.head_dim,
         vocab_size=config.vocab_size,
         bytes_per_value=config.dtype.itemsize,
+        layers_in_e4m3=in_e4m3,
     )
 
 
@@ -49,20 +54,22 @@ class Card:
         title: its name, and where its numbers come from.
         memory: in bytes.
         speed: its peak.
+        has_e4m3: whether it multiplies e4m3.
     """
 
     title: str
     memory: float
     speed: DeviceSpeed
+    has_e4m3: bool = True
 
     def pool_tokens(self, shape: ModelShape) -> int:
         """About how many tokens the KV pool of a Runtime holds with this model; 0 if the weights do not fit."""
-        weights = (shape.layer_weights + shape.head_weights) * shape.bytes_per_value
-        return max(0, int((self.memory - weights - PASS_BYTES) * MEMORY_FRACTION / shape.kv_bytes))
+        return max(0, int((self.memory - shape.weight_bytes - PASS_BYTES) * MEMORY_FRACTION / shape.kv_bytes))
 
 
-def _as_published(name: str, gigabytes: float, bandwidth: float, flops: float) -> Card:
-    return Card(f"{name}, by published figures, not measured", gigabytes * 1e9, DeviceSpeed(bandwidth, flops))
+def _as_published(name: str, gigabytes: float, bandwidth: float, flops: float, *, has_e4m3: bool = True) -> Card:
+    title = f"{name}, by published figures, not measured"
+    return Card(title, gigabytes * 1e9, DeviceSpeed(bandwidth, flops), has_e4m3)
 
 
 # Published figures, not all of which could be checked: memory, its bandwidth, and dense products of bf16 (without
@@ -73,9 +80,9 @@ CARDS = {
     "h100": _as_published("H100 SXM", 80, 3.35e12, 989e12),
     "h100-pcie": _as_published("H100 PCIe", 80, 2.0e12, 756e12),
     "h100-nvl": _as_published("H100 NVL", 94, 3.9e12, 835e12),
-    "a100": _as_published("A100 80 GB SXM", 80, 2.039e12, 312e12),
-    "a100-pcie": _as_published("A100 80 GB PCIe", 80, 1.935e12, 312e12),
-    "a100-40gb": _as_published("A100 40 GB", 40, 1.555e12, 312e12),
+    "a100": _as_published("A100 80 GB SXM", 80, 2.039e12, 312e12, has_e4m3=False),
+    "a100-pcie": _as_published("A100 80 GB PCIe", 80, 1.935e12, 312e12, has_e4m3=False),
+    "a100-40gb": _as_published("A100 40 GB", 40, 1.555e12, 312e12, has_e4m3=False),
     "l40s": _as_published("L40S", 48, 0.864e12, 362e12),
     "rtx-4090": _as_published("RTX 4090", 24, 1.008e12, 165.2e12),
 }

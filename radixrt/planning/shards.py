@@ -19,13 +19,15 @@ from radixrt.planning.demands import Demands
 from radixrt.workloads.bound import DeviceSpeed, ModelShape
 
 TOLERANCE = 0.02  # of a range's work, that a cut may be off without counting
+PARTS_OF_A_RANGE = 32  # at least, of prompts with several answers: a cut is off by half a part
+PARTS_AT_ONCE = 8  # that a replica runs, at least: what it was given, others cannot take
 
 
 @dataclass(frozen=True)
 class Pieces:
     """A run as P pieces that a replica runs as a whole, in the order of the run.
 
-    A piece is a prompt with its answers, or one answer of a prompt whose answers outweigh a range.
+    A piece is a prompt with its answers, or some of them where all are too large a part of a range.
 
     Attributes:
         places: `[P]` int64, of the prompts in the run.
@@ -52,6 +54,11 @@ class Pieces:
 
     def __len__(self) -> int:
         return len(self.places)
+
+    @cached_property
+    def is_part(self) -> BoolArray:
+        """Which pieces are some of the answers of their prompts, `[P]`."""
+        return np.bincount(self.places)[self.places] > 1
 
     @cached_property
     def seconds_before(self) -> Float64Array:
@@ -108,6 +115,11 @@ class Shards:
         return np.where(self._repeats, np.append(self.pieces.repeated_tokens, 0)[self.bounds[:-1]], 0)
 
     @property
+    def begins_within_a_prompt(self) -> BoolArray:
+        """Which replicas begin with further answers to a prompt that another one begins, `[N]`."""
+        return np.append(self.pieces.first_answers, 0)[self.bounds[:-1]] > 0
+
+    @property
     def _repeats(self) -> BoolArray:
         """Which replicas begin after another one, and have anything."""
         begin, end = self.bounds[:-1], self.bounds[1:]
@@ -159,32 +171,37 @@ def cut_in_pieces(
         asked: what they ask for.
         shared: `[N]` tokens that each shares with the one before it.
         held: `[N]` leading tokens of each that the cache has at first.
-        split: whether answers of one prompt may be pieces of their own; else a piece is a prompt.
+        split: whether some answers of a prompt may be a piece; else a piece is a prompt.
     """
     found = np.maximum(np.minimum(asked.match_limits, np.maximum(shared, held)), held)
-    weights = shape.layer_weights + shape.head_weights
     running = max(1, min(limits.max_running_requests, int(asked.num_answers.sum())))
     private = asked.lengths - shared + asked.grown / 2
-    token_bytes = weights * shape.bytes_per_value / running + shape.kv_bytes * private
-    token_ops = 2.0 * weights + shape.attention_ops * (asked.lengths + asked.grown / 2)
+    token_bytes = shape.weight_bytes / running + shape.kv_bytes * private
+    token_ops = shape.weight_ops + shape.attention_ops * (asked.lengths + asked.grown / 2)
     answer = asked.grown * np.maximum(token_bytes / speed.bandwidth, token_ops / speed.flops)
     prompt = _prefill_seconds(found, asked.lengths, shape, speed)
     before = _prefill_seconds(held, found, shape, speed)
 
-    # Of a prompt whose answers outweigh a range each is a piece, which finds all of the prompt but its last token.
-    seconds = prompt + asked.num_answers * answer
-    is_split = split & (asked.num_answers > 1) & (seconds > seconds.sum() / num_replicas)
-    counts = np.where(is_split, asked.num_answers, 1)
+    # A further part of a prompt finds all of the prompt but its last token, unless it is scored.
+    seconds = (prompt + asked.num_answers * answer).sum() / num_replicas / PARTS_OF_A_RANGE
+    most_of_a_part = limits.max_running_requests // PARTS_AT_ONCE
+    may_split = split & (num_replicas > 1) & (asked.match_limits >= asked.lengths - 1)
+    most = seconds / np.maximum(answer, 1e-30)
+    size = np.where(may_split & (most < asked.num_answers), np.minimum(most, most_of_a_part), asked.num_answers)
+    size = np.maximum(1, size).astype(np.int64)
+    counts = -(-asked.num_answers // size)
     places = np.repeat(np.arange(len(counts)), counts)
     nth = np.arange(len(places)) - np.repeat(np.cumsum(counts) - counts, counts)
-    is_further, is_part = nth > 0, is_split[places]
+    is_further = nth > 0
+    first = nth * size[places]
+    num_answers = np.minimum(size[places], asked.num_answers[places] - first)
     repeated = np.where(is_further, np.maximum(asked.match_limits, found)[places], found[places]) - held[places]
     return Pieces(
         places=places,
-        first_answers=nth,
-        num_answers=np.where(is_part, 1, asked.num_answers[places]),
+        first_answers=first,
+        num_answers=num_answers,
         repeated_tokens=repeated,
-        seconds=np.where(is_part, answer[places] + np.where(is_further, 0.0, prompt[places]), seconds[places]),
+        seconds=num_answers * answer[places] + np.where(is_further, 0.0, prompt[places]),
         repeated_seconds=before[places] + np.where(is_further, prompt[places], 0.0),
     )
 
@@ -193,7 +210,5 @@ def _prefill_seconds(first: Int64Array, last: Int64Array, shape: ModelShape, spe
     """Seconds at peak speed for the tokens from `first` to `last` of each prompt, `[N]` each."""
     first, last = first.astype(np.float64), last.astype(np.float64)
     attended = (last * (last + 1) - first * (first + 1)) / 2
-    seconds: Float64Array = (
-        2.0 * shape.layer_weights * (last - first) + shape.attention_ops * attended
-    ) / speed.flops
+    seconds: Float64Array = (shape.layer_ops * (last - first) + shape.attention_ops * attended) / speed.flops
     return seconds

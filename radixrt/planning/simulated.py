@@ -41,6 +41,9 @@ class ConstantRunner:
     def launch(self, pass_: Pass) -> Pass:
         return pass_
 
+    def draw_masked(self, handle: object, masks: Int32Array) -> None:
+        """What it samples is not masked."""
+
     def collect(self, handle: object) -> PassResult:
         assert isinstance(handle, Pass)  # what `launch` returned
         tokens = self.draw(int(handle.num_samples.sum()))

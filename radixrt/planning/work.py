@@ -69,9 +69,8 @@ def expected_work(
     """
     computed = asked.lengths - run.found
     line = run.timeline
-    weights = shape.layer_weights + shape.head_weights
-    step_bytes = weights * shape.bytes_per_value + line.distinct_tokens * shape.kv_bytes
-    step_ops = 2 * weights * line.running + shape.attention_ops * line.context_tokens
+    step_bytes = shape.weight_bytes + line.distinct_tokens * shape.kv_bytes
+    step_ops = shape.weight_ops * line.running + shape.attention_ops * line.context_tokens
     steps = line.passes * np.maximum(step_bytes / speed.bandwidth, step_ops / speed.flops)
     return Work(
         computed_tokens=int(computed.sum()),
@@ -87,7 +86,7 @@ def _prefill_ops(asked: Demands, computed: Int64Array, shape: ModelShape) -> flo
     """Operations for the last `computed` `[N]` tokens of each prompt, and for the logits after it."""
     own, context = computed.astype(np.float64), (asked.lengths - computed).astype(np.float64)
     attended = own * context + own * (own + 1) / 2
-    layers, head = 2.0 * shape.layer_weights, 2.0 * shape.head_weights
+    layers, head = float(shape.layer_ops), 2.0 * shape.head_weights
     return float(layers * own.sum() + head * len(own) + shape.attention_ops * attended.sum())
 
 
@@ -100,12 +99,11 @@ def _min_seconds(
     of its earlier ones, with that of the prompt as far as no other answer shares it.
     """
     count, steps = asked.num_answers.astype(np.float64), asked.grown.astype(np.float64)
-    weights = shape.layer_weights + shape.head_weights
     own = count * steps * (steps + 1) / 2  # tokens of answers attended to
     attended = (own + count * steps * asked.lengths).sum()
-    decode_ops = 2.0 * weights * (count * steps).sum() + shape.attention_ops * attended
+    decode_ops = float(shape.weight_ops) * (count * steps).sum() + shape.attention_ops * attended
     read = (own + np.where(count == 1, private, 0) * steps).sum()
     passes = int(asked.new_tokens.max(initial=0))
-    bytes_read = float(weights * shape.bytes_per_value) * passes + shape.kv_bytes * read
+    bytes_read = float(shape.weight_bytes) * passes + shape.kv_bytes * read
     ops = _prefill_ops(asked, distinct, shape) + decode_ops
     return float(max(ops / speed.flops, bytes_read / speed.bandwidth))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -18,6 +19,8 @@ from tqdm import tqdm
 
 from radixrt.batch.dispatch import Dispatch
 from radixrt.batch.lanes import Handout
+from radixrt.batch.parts import Part, PartialOutputs, part_at
+from radixrt.batch.suspects import killed
 from radixrt.builtin import MODEL_PATH
 from radixrt.cache.prefix_cache import CacheStats
 from radixrt.checks import check_float, check_int
@@ -54,7 +57,8 @@ class ReplicaGroup:
 
     A list is cut into ranges of equal predicted work where prompts share little; a replica that has ended its own
     takes from others (`radixrt.planning.shards`, `radixrt.batch.dispatch`). The requests of a replica that is
-    lost run on others, and on a new process in its place, at most three times.
+    lost run on others, and on a new process in its place. One that is lost with each process that runs it, by
+    itself in the end (`radixrt.batch.suspects`), ends with an error as if its pass had failed.
 
     Args:
         model, options: of `radixrt.config.RuntimeConfig`, for each Runtime; `device` without a number.
@@ -150,27 +154,16 @@ class ReplicaGroup:
         listed, _ = listed_prompts(prompts)
         call = next(self._calls)
         outputs, requests = self._builder.build_all(listed, sampling_params, True, None, None, on_error, call=call)
-        pieces: dict[int | str, tuple[int, int]] = {}  # of requests that run: their lane and piece
+        work: _Work | None = None
         self._is_open = True
         try:
             yield from outputs
             if not requests:
                 return
-            plan = plan_batch(TokenStore.of(request.prompt_ids for request in requests), _demands(requests))
-            handout, order = self.handout(self.pieces(plan)), plan.run.order.tolist()
+            work = _Work(self, requests)
             with tqdm(total=len(requests), unit=" requests", disable=not progress, file=sys.stderr) as bar:
-                while not handout.is_done:
-                    for lane, taken in handout.next():
-                        chosen = [requests[order[piece]] for piece in taken]
-                        pieces |= {request.id: (lane, piece) for request, piece in zip(chosen, taken, strict=True)}
-                        self.lanes[lane].submit(*chosen)
-                    for output in self.step():
-                        if (at := pieces.pop(output.id, None)) is None:
-                            continue  # of a call that was left early
-                        if isinstance(output.cause, ReplicaLostError):
-                            handout.put_back(at[0], [at[1]])
-                            continue
-                        handout.end(*at)
+                while not work.is_done:
+                    for output in work.step():
                         if output.cause is not None and on_error == "raise":
                             raise PassError(f"prompt {output.index}: {output.error}") from output.cause
                         bar.update()
@@ -178,7 +171,7 @@ class ReplicaGroup:
         finally:
             self._is_open = False
             for each in self.lanes:
-                each.abort(*pieces)
+                each.abort(*(() if work is None else work.running))
 
     def run_batch(
         self, input_path: str | Path, output_path: str | Path, **options: Unpack[BatchOptions]
@@ -275,7 +268,12 @@ class ReplicaGroup:
     def pieces(self, plan: BatchPlan) -> Pieces:
         """A plan's prompts with the work that each is. Only ratios count: an H200's peak stands for any device."""
         speed = CARDS["h200"].speed
-        return pieces_of(plan, len(self.lanes), self.limits, shape_of(self._builder.config), speed, split=False)
+        shape = shape_of(self._builder.config)
+        return pieces_of(plan, len(self.lanes), self.limits, shape, speed, split=self.reuses_prefixes)
+
+    def part_of(self, request: Request, part: Part) -> Request:
+        """The request for some of the answers that another one asks for."""
+        return part.request(request)
 
     def handout(self, pieces: Pieces) -> Handout:
         """Ranges of pieces for all replicas, which may take from one another."""
@@ -283,7 +281,9 @@ class ReplicaGroup:
         for lane in self.lanes:
             lane.begin_list()
         dispatch = Dispatch(shards(pieces, len(self.lanes)))
-        return Handout(dispatch, self.lanes, first=self.limits.max_running_requests, clock=self._clock)
+        answers = float(pieces.num_answers.mean()) if len(pieces) else 1.0  # of a piece
+        first = max(1, int(self.limits.max_running_requests / answers))
+        return Handout(dispatch, self.lanes, first, self._clock)
 
     def close(self) -> None:
         """End all replicas; again: nothing."""
@@ -336,6 +336,69 @@ class ReplicaGroup:
             f"needs up to {request.max_slots} KV slots, but the replicas' pools have {self.limits.pool_tokens}: "
             "shorten it, lower max_new_tokens, or raise max_total_tokens or memory_fraction"
         )
+
+
+class _Work:
+    """The requests of a call, and where they run."""
+
+    def __init__(self, group: ReplicaGroup, requests: Sequence[Request]) -> None:
+        plan = plan_batch(TokenStore.of(request.prompt_ids for request in requests), _demands(requests))
+        self._group, self._requests, self._order = group, requests, plan.run.order
+        self._pieces = group.pieces(plan)
+        self._handout = group.handout(self._pieces)
+        self._at: dict[int | str, tuple[int, int]] = {}  # of requests that run: lane and piece
+        self._partial = PartialOutputs()
+
+    @property
+    def is_done(self) -> bool:
+        return self._handout.is_done
+
+    @property
+    def running(self) -> list[int | str]:
+        """Ids of what lanes have."""
+        return list(self._at)
+
+    def step(self) -> list[RequestOutput]:
+        """Hand out what lanes have room for, and wait a moment. Returns the outputs of prompts that have ended."""
+        ended: list[RequestOutput | None] = []
+        for lane, pieces in self._handout.next():
+            requests: list[Request] = []
+            for piece in pieces:
+                request, part = self._request(piece)
+                if part is not None and (failure := self._partial.failure(request.index)) is not None:
+                    self._handout.end(lane, piece)
+                    ended.append(self._joined(piece, failure))
+                    continue
+                requests.append(request if part is None else self._group.part_of(request, part))
+                self._at[requests[-1].id] = lane, piece
+            if requests:
+                self._group.lanes[lane].submit(*requests)
+        lost: defaultdict[int, dict[int, RequestOutput]] = defaultdict(dict)  # by lane and piece
+        for output in [] if self.is_done else self._group.step():
+            if (at := self._at.pop(output.id, None)) is None:
+                continue  # of a call that was left early
+            lane, piece = at
+            if isinstance(output.cause, ReplicaLostError):
+                lost[lane][piece] = output
+            else:
+                self._handout.end(lane, piece)
+                ended.append(self._joined(piece, output))
+        for lane, found in lost.items():
+            ended += [self._joined(p, killed(found[p])) for p in self._handout.lose(lane, list(found))]
+        return [output for output in ended if output is not None]
+
+    def _request(self, piece: int) -> tuple[Request, Part | None]:
+        """A piece's prompt, and which answers to it it has, if not all."""
+        request = self._requests[int(self._order[self._pieces.places[piece]])]
+        return request, part_at(self._pieces, piece, request.params.n)
+
+    def _joined(self, piece: int, output: RequestOutput) -> RequestOutput | None:
+        """The output of a piece's prompt, once it is there."""
+        request, part = self._request(piece)
+        if part is None:
+            return output
+        joined = self._partial.add(request.index, part, output)
+        return None if joined is None else replace(joined, id=request.id)
 
 
 class _Told:

@@ -63,6 +63,7 @@ def requests_message(requests: Sequence[Request]) -> Message:
                 request.seed,
                 request.reusable_len,
                 request.priority,
+                request.first_answer,
             ]
         )
     ids = np.concatenate([np.zeros(0, np.int32), *(request.prompt_ids for request in requests)])
@@ -73,14 +74,14 @@ def requests_of(message: Message, runtime: Prepares) -> Iterator[Request | Reque
     """The requests of such a message; an output in place of one that this runtime cannot run."""
     params = [SamplingParams(**given) for given in message.body["params"]]
     begin = 0
-    for own_id, index, length, nth, seed, keep, priority in message.body["run"]:
+    for own_id, index, length, nth, seed, keep, priority, first_answer in message.body["run"]:
         ids, begin = message.numbers[begin : begin + length], begin + length
         try:
             request = runtime.prepare(ids, params[nth], index=index, keep=keep)
         except (errors.PromptError, errors.ParameterError) as error:
             yield RequestOutput.refused(index, f"the prompt {error}", own_id)
         else:
-            yield replace(request, id=own_id, seed=seed, priority=priority)
+            yield replace(request, id=own_id, seed=seed, priority=priority, first_answer=first_answer)
 
 
 def output_as_json(output: RequestOutput) -> dict[str, Any]:

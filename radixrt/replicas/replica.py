@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from radixrt.cache.prefix_cache import CacheStats
 from radixrt.errors import RadixrtError, ReplicaLostError
 from radixrt.limits import RunLimits
@@ -17,12 +19,15 @@ from radixrt.output import FinishReason, RequestOutput
 from radixrt.replicas.channel import Message
 from radixrt.replicas.links import Link, Links
 from radixrt.replicas.messages import error_of, output_of, requests_message
+from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.activity import Activity
 from radixrt.schedule.request import Request
 
 _log = logging.getLogger(__name__)
 
-MAX_RESTARTS = 3
+MAX_RESTARTS = 3  # one after the other, of processes that end before they can answer
+MAX_IN_VAIN = 12  # processes, one after the other, that end before they have answered any request
+TRIAL = "trial"  # id of the request that shows that a process in another one's place can answer
 START_SECONDS = 1800.0  # to load weights and compile
 _SIZES = {
     "capacity",
@@ -93,7 +98,8 @@ class Replica:
         self._unfinished: dict[int | str, Request] = {}
         self._waiting: dict[int | str, None] = {}  # those of them that have not begun
         self._activity_before, self._stats_before = Activity(), _NO_STATS  # of processes that were lost
-        self._restarts, self._began, self._busy_before = 0, 0.0, 0.0  # the last two: when the list began
+        self._began, self._busy_before = 0.0, 0.0  # when the list began
+        self._losses = self._lost_unready = self._lost_in_vain = 0  # the last two: one after the other
         self.is_gone = False
         self._start()
 
@@ -101,12 +107,13 @@ class Replica:
         self.link: Link = self._links.start(self._number)
         self.is_ready = False
         self._is_asked = False  # for its identity
+        self._has_answered = False
         self._heard = self._clock()
         self._activity, self._stats, self.num_running = Activity(), _NO_STATS, 0
 
     def begin_list(self) -> None:
         """Figures are those of a list that begins now, and it may be lost as often as allowed again."""
-        self._restarts = 0
+        self._lost_unready = self._lost_in_vain = 0
         self._began, self._busy_before = self._clock(), self.activity.busy_seconds
         self.figures = ReplicaFigures(self.figures.device)
 
@@ -121,6 +128,11 @@ class Replica:
     def has_work(self) -> bool:
         """Whether it has requests that have not ended."""
         return bool(self._unfinished)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has no requests."""
+        return not self._unfinished
 
     def submit(self, *requests: Request) -> None:
         """Send requests, which it serves in this order."""
@@ -181,13 +193,20 @@ class Replica:
         if "ready" in body:
             if self.least is not None and body["ready"]["limits"][0] < self.least.pool_tokens:
                 return self._lose(f"its pool has {body['ready']['limits'][0]:,} tokens, fewer than before")
-            self.ready, self.is_ready = body["ready"], True
+            self.ready, self.is_ready = body["ready"], not self._losses
             self.figures = replace(self.figures, device=self.ready["device"])
+            if not self.is_ready:
+                self.link.send(requests_message([_trial()]))
         elif "ended" in body:
             for value in body["ended"]:
+                if value["id"] == TRIAL:
+                    if (failure := output_of(value, _trial()).failure) is not None:
+                        return self._lose(f"it cannot answer: {failure}")
+                    self.is_ready = True
                 # What is not there was ended already, or sent twice.
                 if (request := self._unfinished.pop(value["id"], None)) is not None:
                     outputs.append(output_of(value, request))
+                    self._has_answered = True
                 self._waiting.pop(value["id"], None)
             for request_id in body["begun"]:
                 self._waiting.pop(request_id, None)
@@ -230,14 +249,15 @@ class Replica:
         self._activity_before, self._stats_before = self.activity, self.cache_stats
         self._activity, self._stats = Activity(), _NO_STATS
         lost, self._unfinished, self._waiting = self._unfinished, {}, {}
-        restarts = self._restarts + 1
+        self._losses += 1
+        self._lost_unready = 1 if self.is_ready else self._lost_unready + 1
+        self._lost_in_vain = 0 if self._has_answered else self._lost_in_vain + 1
         self.is_ready, self.num_running = False, 0
-        self.is_gone = restarts > MAX_RESTARTS
-        outcome = "it stays away" if self.is_gone else f"starting it again ({restarts} of {MAX_RESTARTS})"
+        self.is_gone = self._lost_unready > MAX_RESTARTS or self._lost_in_vain > MAX_IN_VAIN
+        outcome = "it stays away" if self.is_gone else "starting it again"
         told = f"replica {self._number} is lost: {reason} ({how})"
         _log.warning("%s; %d requests go to others or run again; %s", told, len(lost), outcome)
         if not self.is_gone:
-            self._restarts = restarts
             self.figures = replace(self.figures, restarts=self.figures.restarts + 1)
             try:
                 self._start()
@@ -249,3 +269,8 @@ class Replica:
             replace(RequestOutput.refused(request.index, told, request.id), cause=cause)
             for request in lost.values()
         ]
+
+
+def _trial() -> Request:
+    params = SamplingParams(max_new_tokens=1)
+    return Request(-1, np.zeros(1, np.int32), params, max_new_tokens=1, seed=0, id=TRIAL)

@@ -13,6 +13,7 @@ from radixrt.arrays import Int32Array
 from radixrt.cache.pending_match import PendingMatch
 from radixrt.cache.prefix_cache import Lease, PrefixCache
 from radixrt.cache.radix_tree import Tokens
+from radixrt.forms.matcher import Matcher
 from radixrt.output import FinishReason, Timings, TokenLogprob, Usage
 from radixrt.schedule.request import Request
 from radixrt.schedule.request_table import RequestTable
@@ -65,10 +66,18 @@ class Answer:
         self.place = self.request.priority, self.arrival
         self._tokens = self.request.prompt_ids  # the known ones, never changed; while it runs, a row of the table
         self.text = None if self.request.make_text is None else self.request.make_text()
+        self._matcher: Matcher | None = None
 
     @property
     def finished(self) -> bool:
         return self.log.finish_reason is not None
+
+    @property
+    def matcher(self) -> Matcher | None:
+        """How far it has come in its form, by the tokens that are booked; None without a form."""
+        if self._matcher is None and self.request.form is not None:
+            self._matcher = self.request.form.matcher()  # at its first token: many may wait
+        return self._matcher
 
     @property
     def family(self) -> tuple[Answer, ...]:

@@ -96,8 +96,8 @@ class Bookkeeper:
         request, lease = answer.request, answer.lease
         if not result.finite[i]:
             error = "the model computed values that are not finite"
-            if request.params.allowed_token_ids is not None or request.bad_words:
-                error += ", or allowed_token_ids and bad_words left no token to draw"
+            if request.params.allowed_token_ids is not None or request.bad_words or request.form is not None:
+                error += ", or its form, allowed_token_ids and bad_words left no token to draw"
             self.finish(answer, FinishReason.ERROR, error)
             return [answer]
         start, end, num_scored = int(pass_.prefix_lens[i]), int(pass_.seq_lens[i]), int(pass_.num_scored[i])
@@ -132,7 +132,7 @@ class Bookkeeper:
 
     def _forked(self, answer: Answer) -> tuple[Answer, ...]:
         """All answers to a prompt whose first tokens are there; those after the first one wait from now on."""
-        answer.children = tuple(answer.fork(k) for k in range(1, answer.num_answers))
+        answer.children = tuple(answer.fork(answer.sample_index + k) for k in range(1, answer.num_answers))
         for child in answer.children:
             self.admission.enqueue(child)
         return answer.family
@@ -147,11 +147,16 @@ class Bookkeeper:
                 reason, log.matched = FinishReason.STOP, token_id
                 if text is not None and request.params.include_stop_str:
                     text.end_with(token_id)
-            elif text is not None and text.push(token_id):
-                reason, log.matched = FinishReason.STOP, text.matched
+            else:
+                if (matcher := answer.matcher) is not None:
+                    matcher.push(token_id)
+                    reason = FinishReason.STOP if matcher.is_complete else reason
+                if text is not None and text.push(token_id):
+                    reason, log.matched = FinishReason.STOP, text.matched
         except Exception as error:  # of its text: one answer's must not cost the others theirs
-            _log.exception("the text of request %d cannot be made", request.index)
-            self.finish(answer, FinishReason.ERROR, f"no text can be made of its answer: {error}")
+            _log.exception("the text or the form of request %d cannot go on", request.index)
+            what = "no text can be made of its answer" if request.form is None else "its answer cannot go on"
+            self.finish(answer, FinishReason.ERROR, f"{what}: {error}")
             return True
         if reason is not None:
             self.finish(answer, reason)

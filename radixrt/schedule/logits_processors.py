@@ -62,6 +62,7 @@ class LogitsProcessors:
     stops_from: int
     bad_words: tuple[BadWords, BadWords]  # for histories whose last token is known, and is not
     end: int  # position from which on nothing is changed
+    has_form: bool = False  # all of its draws are masked
 
     @classmethod
     def of(cls, request: Request) -> LogitsProcessors | None:
@@ -69,6 +70,7 @@ class LogitsProcessors:
         params, words = request.params, request.bad_words
         stops_from = request.prompt_len + params.min_new_tokens if request.stop_ids else 0
         is_endless = params.has_penalties or bool(params.logit_bias) or params.allowed_token_ids is not None
+        is_endless = is_endless or request.form is not None
         end = NEVER if is_endless or words or params.wants_processed_logprobs else stops_from
         if end <= request.prompt_len:
             return None
@@ -82,6 +84,7 @@ class LogitsProcessors:
             stops_from=stops_from,
             bad_words=(BadWords.of(words, False), BadWords.of(words, True)),
             end=end,
+            has_form=request.form is not None,
         )
 
 

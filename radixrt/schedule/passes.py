@@ -48,6 +48,9 @@ class SamplingInputs:
     # Parameters by name, each `[S]`, `[X]` or `[L]`, or a list of pairs of a processed row and a token. Where Y
     # rows want log-probabilities of what they are drawn from, their places `[Y]` among the X and among the L.
     arrays: Mapping[str, NDArray[Any]]
+    # `[M]`, those of the S draws whose answers have a form: they wait for masks. `masked_rows` are their places
+    # among the X.
+    masked: Int32Array | None = None
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,14 @@ class Runner(Protocol):
         """
 
     def launch(self, pass_: Pass) -> object:
-        """Start a pass and return its handle without waiting for its result."""
+        """Start a pass and return its handle without waiting for its result. One with masked draws draws nothing
+        yet: `draw_masked` is called before the next one is launched.
+        """
+
+    def draw_masked(self, handle: object, masks: Int32Array) -> None:
+        """Start the draws of a pass; `masks` `[M, ceil(vocab_size / 32)]` are those of its masked draws, in order:
+        tokens whose bit is 0 are not drawn.
+        """
 
     def collect(self, handle: object) -> PassResult:
         """Wait for a pass, the oldest in flight, and return its result."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from radixrt.cache.radix_tree import DEFAULT_NAMESPACE, Namespace, Tokens
+from radixrt.forms.matcher import Form
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.builder import TextBuilder
 
@@ -27,7 +28,9 @@ class Request:
     # leave the cache when it ends. None: all of it may be wanted.
     reusable_len: int | None = None
     priority: int = 0  # lower ones are served first
+    first_answer: int = 0  # number of the first of its answers, where others to the same prompt run elsewhere
     id: int | str = -1  # in its Runtime: the caller's own name, or a number
+    form: Form | None = None  # which its answers are to have
 
     prompt_len: int = field(init=False)
     max_len: int = field(init=False)  # tokens of the prompt and its longest answer
@@ -39,4 +42,4 @@ class Request:
         put(self, "prompt_len", prompt_len)
         put(self, "max_len", prompt_len + self.max_new_tokens)
         put(self, "max_slots", prompt_len + max(1, self.max_new_tokens) - 1)
-        put(self, "may_stop", bool(self.stop_ids) or self.make_text is not None)
+        put(self, "may_stop", bool(self.stop_ids) or self.make_text is not None or self.form is not None)

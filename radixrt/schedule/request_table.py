@@ -56,7 +56,7 @@ class RequestTable:
             self._most_stops = max(self._most_stops, len(request.stop_ids))
             self.stops[row, : len(request.stop_ids)] = list(request.stop_ids)
         has_more = request.params.logprobs is not None or request.make_text is not None
-        self.is_special[row] = has_more or not has_few_stops
+        self.is_special[row] = has_more or request.form is not None or not has_few_stops
         self.may_stop[row] = request.may_stop
         self.runs[row] = True
 

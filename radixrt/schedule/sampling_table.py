@@ -68,7 +68,7 @@ class SamplingTable:
         own: Arrays = {"logprob_rows": np.flatnonzero(has_logprobs).astype(np.int32)} if asks else {}
 
         is_processed = positions < self._processors_end.take(rows)
-        processed = None
+        processed = masked = None
         if is_processed.any():
             at = np.flatnonzero(is_processed)
             own["processed_rows"] = at.astype(np.int32)
@@ -82,10 +82,14 @@ class SamplingTable:
                 row, position, known = int(rows[i]), int(positions[i]), answers[logits_rows[i]].tokens()
                 draws.append(ProcessedDraw(self._processors[row], row, position, known))
             own |= {PROCESSED + name: array for name, array in drawn.items()} | processor_arrays(draws)
+            if of_forms := [x for x, draw in enumerate(draws) if draw.processors.has_form]:
+                own["masked_rows"] = np.array(of_forms, dtype=np.int32)
+                masked = at[of_forms].astype(np.int32)
             # These rows are drawn again from their processed logits: greedy draws are the cheapest here.
             rows = np.where(is_processed, np.int32(self._neutral_row), rows)
         features, plain = self._draws(rows, positions, samples)
-        return SamplingInputs(logits_rows, features, processed, int(num_top.max()) if asks else None, plain | own)
+        most_top = int(num_top.max()) if asks else None
+        return SamplingInputs(logits_rows, features, processed, most_top, plain | own, masked)
 
     def _draws(self, rows: Int32Array, positions: Int32Array, samples: Int32Array) -> tuple[Features, Arrays]:
         """The features of S draws, and the arrays that they read, each `[S]`.

@@ -91,7 +91,10 @@ class Scheduler:
         order: Sequence[int] = range(len(requests))
         if self.config.policy is SchedulePolicy.LPM and not in_order:
             order = sorted(order, key=lambda i: sort_key(requests[i].prompt_ids))
-        queued = [Answer(requests[i], next(self._arrivals), RequestLog(now), in_order) for i in order]
+        queued = [
+            Answer(requests[i], next(self._arrivals), RequestLog(now), in_order, requests[i].first_answer)
+            for i in order
+        ]
         by_request = dict(zip(order, queued, strict=True))
         at_end = self.waiting[-1:]
         self.waiting.extend(queued)

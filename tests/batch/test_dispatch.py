@@ -40,6 +40,19 @@ def test_the_end_is_near_the_ideal(name: str, num_replicas: int, off: str) -> No
         assert again <= 0.03 * taken.sum() + num_replicas * float(pieces.repeated_seconds.max())
 
 
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4, 7, 8, 12, 16])
+def test_many_answers_of_few_prompts(num_replicas: int) -> None:
+    """Four prompts of 256 answers each keep 16 replicas busy, each with a quarter of a prompt."""
+    asked, shared = LISTS["few prompts"]()
+    pieces = cut_in_pieces(asked, shared, 0 * asked.lengths, num_replicas, LIMITS, SHAPE, SPEED)
+    end, _, taken = simulated(pieces, num_replicas)
+    prompt = float(pieces.repeated_seconds.max())
+    assert end <= taken.sum() / num_replicas * 1.03 + 2 * prompt
+    whole = cut_in_pieces(asked, shared, 0 * asked.lengths, num_replicas, LIMITS, SHAPE, SPEED, split=False)
+    if num_replicas == 16:
+        assert simulated(whole, 16)[0] > 3.9 * end
+
+
 @pytest.mark.parametrize(("repeated", "helped"), [(1.0, [7]), (30.0, [])])
 def test_the_pace_of_a_replica_counts(repeated: float, helped: list[int]) -> None:
     """Of three, the first takes four times as long as predicted. Less waits for it than for the second, but for

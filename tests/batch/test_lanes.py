@@ -16,6 +16,7 @@ from radixrt.planning.shards import Pieces, shards
 class FakeLane:
     num_waiting: int = 0
     is_ready: bool = True
+    is_idle: bool = False
     is_gone: bool = False
 
 
@@ -75,12 +76,12 @@ def test_others_take_the_pieces_of_a_lane_that_is_gone_or_starts(state: str) -> 
     assert found.is_done
 
 
-def test_what_is_put_back_comes_again() -> None:
+def test_what_is_lost_comes_again() -> None:
     own = [FakeLane()]
     found, _ = handout(3, own)
     assert dict(found.next()) == {0: [0, 1, 2]}
     found.end(0, 1)
-    found.put_back(0, [1, 2])
+    assert not found.lose(0, [1, 2])
     assert dict(found.next()) == {0: [2]}
-    found.put_back(0, [0, 2])
-    assert dict(found.next()) == {0: [0, 2]}
+    assert not found.lose(0, [0])
+    assert dict(found.next()) == {0: [0]}

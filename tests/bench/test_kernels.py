@@ -20,10 +20,10 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-import layers.linear
+import layers.weight
 import radixrt
 from radixrt.bench.catalogue import GROUPS
-from radixrt.bench.kernels import elementwise, kv_copy, linear, run, sampling
+from radixrt.bench.kernels import elementwise, experts, kv_copy, linear, linear_fp8, run, sampling
 from radixrt.bench.kernels import tree as tree_bench
 from radixrt.bench.kernels.attention import decode_case, extend_case, ordered_case
 from radixrt.bench.kernels.attention_inputs import AttentionShape, attention_inputs
@@ -359,7 +359,7 @@ def test_linear_cases(parts: int, monkeypatch: pytest.MonkeyPatch, kernel_device
     """With the kernels themselves, and where the product is not cut."""
     config = SplitKConfig(16, 16, 2, 32) if parts > 1 else None
     monkeypatch.setattr(linear, "DTYPE", torch.float16)
-    monkeypatch.setattr(layers.linear, "split_k_config", lambda *_: config)
+    monkeypatch.setattr(layers.weight, "split_k_config", lambda *_: config)
     added: list[int] = []
 
     def recorded(x: Tensor, *arguments: Any, **options: Any) -> Any:
@@ -374,6 +374,39 @@ def test_linear_cases(parts: int, monkeypatch: pytest.MonkeyPatch, kernel_device
     assert result.case.work.bytes == 2 * (5 * 96 + 64 * 96 + 64 + 3 * 5 * 64)
     usual = choose_cases(Options(only=("linear",)))
     assert len(usual) == 4 * len(linear.BATCHES)
+    assert [case.work.bound(CARD).limit for case in (usual[0], usual[-1])] == ["bytes", "flops"]
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_linear_fp8_cases(blocks: bool, monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device) -> None:
+    """With the kernels themselves; torch's product runs on a CPU for results in bfloat16 alone."""
+    monkeypatch.setattr(linear_fp8, "DTYPE", torch.float16)
+    case = linear_fp8.e4m3_case(5, 256, 64, blocks=blocks)
+    result = measure(case, replace(CARD, l2_bytes=1), PretendedTimer(), kernel_device)
+    for measurement in result.measurements:
+        if not measurement.name.startswith("torch"):
+            assert measurement.reason is None, measurement.traceback
+            assert measurement.error is not None
+            assert measurement.error < 1e-3
+    assert [m.name for m in result.measurements] == (
+        ["radixrt", "bf16"] if blocks else ["radixrt", "Triton", "torch, fast sums", "bf16"]
+    )
+    assert case.work.bytes == 2 * 5 * (256 + 64) + 64 * 256
+    quick = replace(CARD, e4m3_flops=1600e12)
+    large = linear_fp8.e4m3_case(16_384, 4096, 4096, blocks=blocks).work
+    assert large.bound(quick).seconds == large.bound(CARD).seconds / 2 == 2 * 16_384 * 4096**2 / 1600e12
+    assert ", of e4m3 1600" in describe(quick)
+
+
+def test_experts_cases(monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device) -> None:
+    """With the kernels themselves."""
+    monkeypatch.setattr(experts, "DTYPE", torch.float16)
+    case = experts.experts_case(5, num_experts=6, top_k=2, hidden=64, inner=32)
+    result = measure(case, replace(CARD, l2_bytes=1), PretendedTimer(), kernel_device)
+    for measurement in result.measurements:
+        assert measurement.reason is None, measurement.traceback
+    assert case.work.bytes == 6 * 3 * 64 * 32 * (0.5 + 1 / 32) + 2 * 5 * 64 * 2
+    usual = choose_cases(Options(only=("experts",)))
     assert [case.work.bound(CARD).limit for case in (usual[0], usual[-1])] == ["bytes", "flops"]
 
 

@@ -24,7 +24,8 @@ from radixrt.bench.prefix_reuse import Options, compare, print_comparisons, run_
 from radixrt.bench.run import Run
 from radixrt.cli import main
 from radixrt.errors import RadixrtError
-from radixrt.models.config import ModelConfig
+from radixrt.models.config import read_architecture
+from radixrt.models.registry import find_architecture
 from radixrt.workloads.bound import ModelShape
 from tests.support.tiny_workloads import SIZES, make_tiny
 
@@ -176,10 +177,12 @@ def test_figures() -> None:
     [
         ("qwen3-0.6b", ModelShape(28, 1024, 3072, 16, 8, 128, 151936)),
         ("llama-3.1-8b", ModelShape(32, 4096, 14336, 32, 8, 128, 128256)),
+        ("gpt-oss-20b", ModelShape(24, 2880, 2880, 64, 8, 64, 201088)),
     ],
 )
 def test_shapes(name: str, shape: ModelShape, tmp_path: Path) -> None:
-    config = ModelConfig.from_folder(write_shape(name, tmp_path))
+    folder = write_shape(name, tmp_path)
+    config = find_architecture(read_architecture(folder)).config_class.from_folder(folder)
     assert (
         ModelShape(
             config.num_layers,

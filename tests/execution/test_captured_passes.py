@@ -38,7 +38,17 @@ from radixrt.models.decoder import Decoder
 from radixrt.schedule.passes import Pass, PassResult
 from tests.execution.attention.test_planner import CUT_TREE, TREE
 from tests.models.test_parity import MODELS
-from tests.support.checkpoints import VOCAB_SIZE, gemma2, gemma3, llama, qwen3_moe, smollm3, write
+from tests.support.checkpoints import (
+    VOCAB_SIZE,
+    gemma2,
+    gemma3,
+    glm4_moe,
+    gpt_oss,
+    llama,
+    qwen3_moe,
+    smollm3,
+    write,
+)
 from tests.support.recomputing import Recomputing, planner_on_cpu
 from tests.support.world.invariants import total_len
 from triton_ops.implementation import gpu_of
@@ -435,6 +445,8 @@ FEW_FAMILIES = (
     "gemma2",
     "gemma3",
     "qwen3-moe",
+    "gpt-oss",
+    "glm4-moe",
 )
 
 
@@ -487,6 +499,8 @@ def test_every_draw_is_captured_for_every_size(folder: Path, attention: str) -> 
         (gemma2(num_hidden_layers=6), 2),  # windows in turns
         (gemma3(num_hidden_layers=7), 3),  # the first that reads all
         (smollm3(num_hidden_layers=8, no_rope_layer_interval=4), 4),  # the first without positions
+        (gpt_oss(num_hidden_layers=6), 2),  # windows in turns
+        (glm4_moe(num_hidden_layers=5, first_k_dense_replace=2), 3),  # the first mixture
         (qwen3_moe(num_hidden_layers=6, mlp_only_layers=[0, 2]), 2),
         (qwen3_moe(num_hidden_layers=6, mlp_only_layers=[1, 2, 4]), 2),
         (qwen3_moe(num_hidden_layers=6, mlp_only_layers=[0, 1, 2, 3, 4]), 6),

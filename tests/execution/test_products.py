@@ -36,13 +36,13 @@ def deterministic(source: Path | str, dtype: str = "float32") -> Decoder:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {"built in": Path(MODEL_PATH)}
-    for name in ("qwen2", "mixtral", "qwen3_moe", "gemma2"):
+    for name in ("qwen2", "mixtral", "qwen3_moe", "gpt_oss_in_mxfp4", "glm4_moe", "gemma2"):
         found[name] = tmp_path_factory.mktemp(name)
-        getattr(checkpoints, name)().save_pretrained(found[name])
+        checkpoints.write(getattr(checkpoints, name)(), found[name])
     return found
 
 
-FAMILIES = ["built in", "qwen2", "mixtral", "qwen3_moe", "gemma2"]
+FAMILIES = ["built in", "qwen2", "mixtral", "qwen3_moe", "gpt_oss_in_mxfp4", "glm4_moe", "gemma2"]
 
 
 def test_numbers_of_rows() -> None:

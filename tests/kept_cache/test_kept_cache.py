@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,20 @@ from radixrt.kept_cache import storage as cache_storage
 from radixrt.kept_cache.cache_file import CacheFileReader, CacheFileWriter, KVFormat, differences
 from radixrt.kept_cache.identity import weight_fingerprint
 from radixrt.kept_cache.storage import NUM_BUFFERS
+from radixrt.models.config import ModelConfig
 from radixrt.models.loader import load_model
-from tests.support.checkpoints import DYNAMIC_ROPE, LLAMA3_ROPE, VOCAB_SIZE, llama, qwen3_moe, write
+from tests.support.checkpoints import (
+    DYNAMIC_ROPE,
+    LLAMA3_ROPE,
+    VOCAB_SIZE,
+    exaone4,
+    glm4_moe,
+    granite4,
+    llama,
+    ministral3,
+    qwen3_moe,
+    write,
+)
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -175,6 +187,17 @@ def test_a_cache_of_experts(tmp_path: Path) -> None:
         runtime.flush_cache()
         assert runtime.load_cache(path) == saved > 0
         assert runtime.identity()["dense layers"] == sorted(runtime.config.dense_layers)
+
+
+@pytest.mark.parametrize("model", [glm4_moe, ministral3, granite4, exaone4], ids=lambda model: model.__name__)
+def test_the_numbers_of_a_family_are_part_of_the_identity(model: Callable[[], Any], tmp_path: Path) -> None:
+    with torch.device("cpu"):
+        folder = write(model(), tmp_path)
+    with runtime_of(folder) as runtime:
+        identity, config = runtime.identity(), runtime.config
+    own = {field.name for field in fields(config)} - {field.name for field in fields(ModelConfig)}
+    for name in own:
+        assert identity[name.replace("_", " ")] == getattr(config, name)
 
 
 def test_loading_twice_changes_nothing(kept: Path, folder: Path) -> None:

@@ -178,7 +178,7 @@ def layer_of(kind: str, dtype: torch.dtype, columns: int = 48, depth: int = 96) 
 def with_table(layer: Linear | LogitsHead) -> Linear | LogitsHead:
     assert layer.product is not None
     has_bias = isinstance(layer, Linear) and layer.bias is not None
-    layer.product.table = compared(*layer.weight.shape, layer.weight.dtype, has_bias=has_bias)
+    layer.product.table = compared(*layer.weight.shape, next(layer.parameters()).dtype, has_bias=has_bias)
     return layer
 
 
@@ -273,11 +273,11 @@ def test_the_ordered_product_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_other_layers_compute_as_before() -> None:
     layer = Linear(96, 48, bias=False, placement=Placement(torch.float32, CPU))
-    layer.weight.copy_(random(48, 96))
+    layer.weight.values.copy_(random(48, 96))
     x = random(3, 96)
     assert layer.product is None
-    assert torch.equal(layer(x), linear(x, layer.weight))
-    assert torch.equal(plain_linear(x, layer.weight, None, torch.empty(3, 48)), x @ layer.weight.T)
+    assert torch.equal(layer(x), linear(x, layer.weight.values))
+    assert torch.equal(plain_linear(x, layer.weight.values, None, torch.empty(3, 48)), x @ layer.weight.values.T)
 
 
 def test_no_sum_is_cut_into_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,11 +285,11 @@ def test_no_sum_is_cut_into_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("it looked for parts")
 
     require_interpreter()
-    monkeypatch.setattr("layers.linear.split_k_config", cut)
+    monkeypatch.setattr("layers.weight.split_k_config", cut)
     x, weight = random(3, 32), random(16, 32, seed=1)
     for deterministic in (True, False):
         layer = Linear(32, 16, bias=False, placement=Placement(torch.float32, CPU, "triton", deterministic))
-        layer.weight.copy_(weight)
+        layer.weight.values.copy_(weight)
         if deterministic:
             torch.testing.assert_close(layer(x, split_k_ok=True), linear(x, weight))
         else:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layers import linear, radix_attention
+from layers import radix_attention, weight
+from layers.linear import Linear
 from layers.norm import RMSNorm
 from layers.placement import Placement
 from radixrt.models.decoder import Block, Decoder
@@ -63,12 +64,18 @@ def passes(model: Decoder, device: torch.device, *, e4m3: bool = False) -> Tenso
 FAMILIES = {
     "qwen3": checkpoints.qwen3,
     "qwen3-moe": checkpoints.qwen3_moe,
+    "gpt-oss in MXFP4": checkpoints.gpt_oss_in_mxfp4,
+    "glm4-moe": checkpoints.glm4_moe,
     "phi3, partial rotary": partial(
         checkpoints.phi3, rope_parameters={"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}
     ),
     "gemma2": checkpoints.gemma2,
     "gemma3": checkpoints.gemma3,
     "olmo2": checkpoints.olmo2,
+    "ministral3, queries scaled from position 3 on": partial(
+        checkpoints.ministral3,
+        rope_parameters={**checkpoints.MINISTRAL_ROPE, "original_max_position_embeddings": 3},
+    ),
     "smollm3": checkpoints.smollm3,
 }
 
@@ -84,6 +91,7 @@ def test_kernels_compute_what_the_references_do(family: str, tmp_path: Path, ker
     torch.testing.assert_close(on_kernels, on_references, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.long_unless(kept=lambda given: given["family"] != "glm4-moe")
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_over_e4m3_compute_what_the_references_do(
@@ -119,8 +127,8 @@ def test_outputs_in_parts_are_those_that_a_norm_adds_up(
         shapes.append(tuple(parts.shape))
         return parts
 
-    monkeypatch.setattr(linear, "split_k_linear", recorded)
-    monkeypatch.setattr(linear, "split_k_config", lambda *_: SplitKConfig(16, 16, 2, 32))
+    monkeypatch.setattr(weight, "split_k_linear", recorded)
+    monkeypatch.setattr(weight, "split_k_config", lambda *_: SplitKConfig(16, 16, 2, 32))
     logits = passes(model, kernel_device)
     assert len(shapes) == in_parts * 4
     assert {shape[0] for shape in shapes} == ({2, 3} if in_parts else set())
@@ -147,11 +155,11 @@ def test_a_block_allows_parts_where_its_norms_add_them(norm: Callable[..., RMSNo
 
 
 def test_biased_and_referenced_outputs_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "split_k_config", lambda *_: SplitKConfig(16, 16, 2, 32))
+    monkeypatch.setattr(weight, "split_k_config", lambda *_: SplitKConfig(16, 16, 2, 32))
     x = torch.ones(3, 64)
     for bias, impl in ((True, "triton"), (False, "torch"), (False, "auto")):
         placement = Placement(torch.float32, torch.device("cpu"), impl)
-        projection = linear.Linear(64, 64, bias=bias, placement=placement)
+        projection = Linear(64, 64, bias=bias, placement=placement)
         for parameter in projection.parameters():
             parameter.fill_(0.5)
         assert torch.equal(projection(x, split_k_ok=True), torch.full((3, 64), 32.0 + 0.5 * bias))

@@ -21,6 +21,8 @@ from radixrt.errors import ModelError, ParameterError, TokenizerError
 from radixrt.models import loader
 from radixrt.models.config import AttentionKind, ModelConfig
 from radixrt.models.decoder import Decoder
+from radixrt.models.families import FAMILIES as SUPPORTED
+from radixrt.models.families import REFUSED
 from radixrt.models.gemma import GemmaConfig
 from radixrt.models.loader import load_model
 from radixrt.models.weight_files import INDEX_FILE
@@ -71,6 +73,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "gemma3": checkpoints.gemma3,
     "mixtral": checkpoints.mixtral,
     "qwen3-moe": checkpoints.qwen3_moe,
+    "glm4-moe": checkpoints.glm4_moe,
 }
 
 
@@ -87,7 +90,7 @@ def test_every_tensor_is_in_its_place(family: str, max_shard_size: str, tmp_path
     assert sum(tensor.numel() for tensor in ours.values()) == sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "glm4-moe"])
 def test_experts_may_be_stored_stacked(family: str, tmp_path: Path) -> None:
     """transformers writes expert by expert, as the hub has them, or the stacks that it computes with."""
     reference = FAMILIES[family]()
@@ -101,6 +104,97 @@ def test_experts_may_be_stored_stacked(family: str, tmp_path: Path) -> None:
         ModelError, match=r"experts.0.(w2|down_proj).weight .* \[32, 48\]|belong nowhere: .*experts.6"
     ):
         load_model(stacked)
+
+
+def test_gate_and_up_in_turns_are_put_apart(tmp_path: Path) -> None:
+    """Of gpt-oss, which stores its experts stacked and transposed, and sinks in the weights' dtype."""
+    stored = checkpoints.gpt_oss().bfloat16()
+    checkpoints.write(stored, tmp_path)
+    model, _ = load_model(tmp_path, dtype="bfloat16")
+    attention, experts = model.blocks[1].attention, model.blocks[1].feed_forward
+    theirs = stored.model.layers[1]
+    assert torch.equal(attention.sinks, theirs.self_attn.sinks.float())
+    assert attention.attention.scoring.sinks is attention.sinks
+    for ours, own in (
+        (experts.gate_up, theirs.mlp.experts.gate_up_proj.mT),
+        (experts.gate_up_bias, theirs.mlp.experts.gate_up_proj_bias),
+    ):
+        assert torch.equal(ours, torch.cat((own[:, 0::2], own[:, 1::2]), 1))
+    assert torch.equal(experts.down, theirs.mlp.experts.down_proj.mT)
+    assert torch.equal(experts.down_bias, theirs.mlp.experts.down_proj_bias)
+    assert torch.equal(experts.router.bias, theirs.mlp.router.bias)
+    edit_weights(tmp_path, lambda w: w.update({"model.layers.1.mlp.experts.down_proj": torch.zeros(6, 32, 20)}))
+    with pytest.raises(ModelError, match=r"experts.0.down_proj.weight .* shape \[20, 32\]; .* \[32, 20\]"):
+        load_model(tmp_path)
+
+
+def test_mxfp4_stays_as_it_is_stored(tmp_path: Path) -> None:
+    """Rows of gate and up are put apart, and nothing else is done to them."""
+    reference = checkpoints.gpt_oss_in_mxfp4()
+    checkpoints.write(reference, tmp_path, max_shard_size="20KB")
+    for dtype in ("float32", "bfloat16"):
+        model, config = load_model(tmp_path, dtype=dtype)
+        experts = model.blocks[1].feed_forward
+        stored = {
+            name.rpartition(".")[2]: value for name, value in reference.packed.items() if "layers.1." in name
+        }
+        for part in ("blocks", "scales"):
+            own = stored[f"gate_up_proj_{part}"]
+            ours = experts.gate_up.get_parameter(part)
+            assert ours.dtype == torch.uint8
+            assert torch.equal(ours, torch.cat((own[:, 0::2], own[:, 1::2]), 1))
+            assert torch.equal(experts.down.get_parameter(part), stored[f"down_proj_{part}"])
+    assert config.dtype == torch.bfloat16, "as config.json names none"
+    edit_json(tmp_path / "config.json", quantization_config={"quant_method": "awq"})
+    with pytest.raises(ModelError, match="weights quantised by 'awq' are not supported; 'mxfp4' is"):
+        load_model(tmp_path)
+    edit_json(tmp_path / "config.json", quantization_config=None)
+    with pytest.raises(ModelError, match=r"down_proj.bias|missing: .*down_proj.weight"):
+        load_model(tmp_path)
+    edit_json(tmp_path / "config.json", quantization_config={"quant_method": "mxfp4"}, intermediate_size=20)
+    with pytest.raises(ModelError, match="intermediate_size is 20; in MXFP4 it must be a multiple of 32"):
+        load_model(tmp_path)
+
+
+def test_dummy_weights_in_mxfp4(tmp_path: Path) -> None:
+    checkpoints.write(checkpoints.gpt_oss_in_mxfp4(), tmp_path)
+    edit_json(tmp_path / "config.json", initializer_range=0.02)
+    model, _ = load_model(tmp_path, load_format="dummy", seed=1)
+    again, _ = load_model(tmp_path, load_format="dummy", seed=1)
+    assert_same_weights(dict(model.checkpoint_tensors()), dict(again.checkpoint_tensors()))
+    weights = model.blocks[0].feed_forward.gate_up.value.dequantised(torch.float32)
+    assert 0.015 < weights.std() < 0.03
+    assert len(weights.unique()) == 15
+
+
+def test_stacked_experts_may_be_transposed(tmp_path: Path) -> None:
+    """As Qwen3-VL's are on the hub."""
+    folder = checkpoints.write(checkpoints.qwen3_vl_moe(), tmp_path)
+    expected = loaded(folder)
+
+    def transpose(weights: dict[str, Tensor]) -> None:
+        stacks = {name: tensor for name, tensor in weights.items() if ".mlp.experts." in name}
+        assert stacks
+        assert all(tensor.dim() == 3 for tensor in stacks.values())
+        weights.update({name: tensor.transpose(1, 2).contiguous() for name, tensor in stacks.items()})
+
+    edit_weights(folder, transpose)
+    assert_same_weights(loaded(folder), expected)
+
+
+def test_layers_that_predict_tokens_ahead_are_left_out(tmp_path: Path) -> None:
+    """GLM-4.5's checkpoints hold one after the last layer; one more belongs nowhere."""
+    folder = checkpoints.write(checkpoints.glm4_moe(), tmp_path)
+    expected = loaded(folder)
+    ahead = {
+        "model.layers.3.eh_proj.weight": torch.zeros(32, 64),
+        "model.layers.3.mlp.experts.0.up_proj.weight": torch.zeros(3),
+    }
+    edit_weights(folder, lambda w: w.update(ahead))
+    assert_same_weights(loaded(folder), expected)
+    edit_weights(folder, lambda w: w.update({"model.layers.4.eh_proj.weight": torch.zeros(3)}))
+    with pytest.raises(ModelError, match=r"1 tensors belong nowhere: model.layers.4.eh_proj.weight"):
+        load_model(folder)
 
 
 def test_a_packed_projection_of_another_shape_is_named(tmp_path: Path) -> None:
@@ -197,7 +291,7 @@ BAD_WEIGHTS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "broadcastable": (put("model.norm.weight", torch.zeros(1)), r"model.norm.weight in .* has shape \[1\]"),
     "quantised": (
         put("model.norm.weight", torch.zeros(32, dtype=torch.int8)),
-        "model.norm.weight in .* is stored as I8; quantised weights are not supported",
+        "model.norm.weight in .* is stored as I8; these are supported: F64, F32, BF16, F16, and F8_E4M3 for the",
     ),
 }
 
@@ -611,7 +705,11 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
         {"hidden_act": "relu"},
         "activation 'relu' is not supported; these are: silu, gelu, gelu_pytorch_tanh",
     ),
-    ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised weights are not supported"),
+    (
+        "llama",
+        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        "quant_method 'gptq'; fp8 and compressed-tensors are supported: take the checkpoint that is not quantised",
+    ),
     (
         "llama",
         rope(rope_type="proportional"),
@@ -636,7 +734,7 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     (
         "llama",
         {"architectures": ["GPT2LMHeadModel"]},
-        "'GPT2LMHeadModel' is not supported; .*LlamaForCausalLM, Mist",
+        "'GPT2LMHeadModel' is not supported; .*LlamaForCausalLM, Minist",
     ),
     ("llama", {"architectures": None}, "names no architecture: architectures is None"),
     ("llama", {"architectures": "LlamaForCausalLM"}, "names no architecture: architectures is 'LlamaForCausalLM'"),
@@ -651,8 +749,38 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
     ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers has 1 entries, but the model has 2 layers"),
     ("mixtral", {"hidden_act": "gelu"}, "experts with hidden_act 'gelu' are not supported; 'silu' is"),
+    ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0; 7.0 alone is supported"),
     ("qwen3_moe", {"num_experts_per_tok": 7}, "num_experts_per_tok is 7; it must be 1 to 6"),
+    ("glm4_moe", {"num_experts_per_tok": 7}, "num_experts_per_tok is 7; it must be 1 to 6"),
+    ("glm4_moe", {"n_group": 4}, "n_group is 4 and topk_group 1, with 6 experts"),
+    ("glm4_moe", {"topk_group": 2}, "n_group is 1 and topk_group 2"),
+    ("glm4_moe", {"n_group": 6}, "n_group is 6, with 6 experts; a group has at least two"),
+    ("glm4_moe", {"n_group": 3}, "num_experts_per_tok is 3; the 1 groups of topk_group have 2 experts"),
+    (
+        "ministral3",
+        rope(rope_type="default", llama_4_scaling_beta=0.1),
+        "llama_4_scaling_beta is 0.1, but there is no original_max_position_embeddings",
+    ),
+    ("granite4", {"layer_types": ["mamba", "attention"]}, "1 of 2 layers are Mamba's, .* micro, 1B and 350M"),
+    (
+        "hunyuan",
+        rope(rope_type="dynamic", factor=1.0, alpha=0.5),
+        "the rope's alpha is 0.5; it must be at least 1",
+    ),
+    ("granite4", {"num_local_experts": 4}, "a Granite 4 with 4 experts is not supported; dense ones are"),
+    *(
+        (
+            "llama",
+            {"architectures": [name]},
+            f"architecture '{name}' is not supported: {re.escape(reason)}; all that",
+        )
+        for name, reason in REFUSED.items()
+    ),
 ]
+
+
+def test_no_architecture_is_supported_and_refused() -> None:
+    assert not REFUSED.keys() & SUPPORTED.keys()
 
 
 @pytest.mark.parametrize(("family", "changes", "message"), UNSUPPORTED)

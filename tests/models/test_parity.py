@@ -45,9 +45,14 @@ MODELS: dict[str, Callable[[], Any]] = {
     "long rope, short": partial(
         checkpoints.phi3, rope_parameters=checkpoints.LONG_ROPE, original_max_position_embeddings=256
     ),
+    "phi4-mini": partial(checkpoints.phi3, seed=1, **checkpoints.PHI4_MINI, original_max_position_embeddings=256),
     "qwen2": checkpoints.qwen2,
     "mistral": checkpoints.mistral,
     "mistral without a window": partial(checkpoints.mistral, sliding_window=None),
+    "ministral3": checkpoints.ministral3,
+    "ministral3, the text of a model with images": partial(
+        checkpoints.ministral3_with_images, tie_word_embeddings=True
+    ),
     "phi3": partial(checkpoints.phi3, sliding_window=checkpoints.WINDOW),
     "phi3, partial rotary": partial(
         checkpoints.phi3, rope_parameters={"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}
@@ -55,17 +60,54 @@ MODELS: dict[str, Callable[[], Any]] = {
     "olmo2": checkpoints.olmo2,
     "olmo3": checkpoints.olmo3,
     "granite": checkpoints.granite,
+    "granite4": partial(checkpoints.granite4, tie_word_embeddings=True),
+    "granite4 without positions": partial(
+        checkpoints.granite4, position_embedding_type="nope", attention_bias=True
+    ),
     "glm4": checkpoints.glm4,
+    "glm4-moe": checkpoints.glm4_moe,
+    "glm4-moe, groups": partial(
+        checkpoints.glm4_moe,
+        n_routed_experts=12,
+        n_group=4,
+        topk_group=2,
+        num_experts_per_tok=4,
+        n_shared_experts=2,
+        norm_topk_prob=False,
+        use_qk_norm=False,
+        attention_bias=False,
+        num_hidden_layers=2,
+    ),
+    "exaone4": checkpoints.exaone4,
+    "exaone4 without windows": partial(
+        checkpoints.exaone4,
+        sliding_window=None,
+        layer_types=["full_attention"] * 2,
+        rope_parameters=checkpoints.LLAMA3_ROPE,
+        tie_word_embeddings=True,
+    ),
+    "ernie4.5": checkpoints.ernie4_5,
+    "ernie4.5 with biases": partial(checkpoints.ernie4_5, use_bias=True, tie_word_embeddings=False),
+    "hunyuan": partial(checkpoints.hunyuan, tie_word_embeddings=True),
+    "hunyuan, yarn rope, with biases": partial(
+        checkpoints.hunyuan, rope_parameters=checkpoints.YARN_ROPE, attention_bias=True
+    ),
     "seed-oss": checkpoints.seed_oss,
     "smollm3": checkpoints.smollm3,
     "gemma2": checkpoints.gemma2,
     "gemma3": checkpoints.gemma3,
     "mixtral": checkpoints.mixtral,
     "qwen3-moe": checkpoints.qwen3_moe,
+    "gpt-oss": checkpoints.gpt_oss,
+    "gpt-oss without groups and windows": partial(
+        checkpoints.gpt_oss, num_key_value_heads=6, layer_types=["full_attention"] * 2
+    ),
+    "gpt-oss in MXFP4": checkpoints.gpt_oss_in_mxfp4,
     "gemma3, the text of a model with images": checkpoints.gemma3_with_images,
     "mistral, the text of a model with images": checkpoints.mistral_with_images,
     "qwen2.5-vl, text": checkpoints.qwen2_vl,
     "qwen3-vl, text": partial(checkpoints.qwen3_vl, tie_word_embeddings=True),
+    "qwen3-vl-moe, text": checkpoints.qwen3_vl_moe,
     "qwen3-moe, renormalised": partial(checkpoints.qwen3_moe, norm_topk_prob=True, mlp_only_layers=[]),
 }
 
@@ -272,9 +314,17 @@ def test_dynamic_rope_in_a_longer_context(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("device")
-def test_long_rope_follows_the_context_length(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_parameters": checkpoints.LONG_ROPE},
+        checkpoints.PHI4_MINI,
+    ],
+    ids=["phi3", "phi4-mini"],
+)
+def test_long_rope_follows_the_context_length(changes: dict[str, Any], tmp_path: Path) -> None:
     """Beyond the original length all sequences have the long factors, up to it the short ones."""
-    reference = checkpoints.phi3(rope_parameters=checkpoints.LONG_ROPE, original_max_position_embeddings=16)
+    reference = checkpoints.phi3(**changes, original_max_position_embeddings=16)
     folder, a = checkpoints.write(reference, tmp_path), prompt(60, 1)
     longer = Session(*load_model(folder, device=torch.get_default_device()))
     chunks = [longer.run((1, a[:end], start))[0] for start, end in ((0, 7), (7, 60))]

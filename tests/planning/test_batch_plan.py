@@ -472,6 +472,9 @@ def test_work_of_two_prompts() -> None:
     assert work is not None
     assert (work.computed_tokens, work.generated_tokens) == (4, 2)
     assert work.prefill_seconds == 4 * 84 + 9 * 16 + 2 * 20
+    quantised = plan.expect(RunLimits(50), replace(TOY, layers_in_e4m3=True), DeviceSpeed(1e30, 1.0)).work
+    assert quantised is not None
+    assert quantised.prefill_seconds == 4 * 42 + 9 * 16 + 2 * 20
 
 
 def test_fewer_requests_at_once_take_longer() -> None:

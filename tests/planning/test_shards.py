@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from radixrt.limits import RunLimits
 from radixrt.planning.batch_plan import BatchPlan
 from radixrt.planning.rehearsal import rehearse
-from radixrt.planning.shards import TOLERANCE, Pieces, pieces_of, shards
+from radixrt.planning.shards import PARTS_OF_A_RANGE, TOLERANCE, Pieces, pieces_of, shards
 from radixrt.workloads.bound import DeviceSpeed, ModelShape
 from tests.planning.test_batch_plan import SMALL
 from tests.planning.test_prefix_order import prompt_lists
@@ -84,14 +85,23 @@ def test_scored_tokens_are_computed_anyway() -> None:
 def test_answers_of_one_prompt_are_split_where_they_outweigh_a_range() -> None:
     plan = planned([list(range(50)), list(range(60, 90)), list(range(100, 130))], 40, [1000, 2, 2])
     of = pieces(plan, 4)
-    assert len(of) == 1000 + 2
     found = shards(of, 4)
     sizes = np.diff(of.seconds_before[found.bounds])
     assert sizes.max() < 1.05 * sizes.mean()
     split = of.places == int(np.flatnonzero(plan.run.order == 0)[0])
-    np.testing.assert_array_equal(of.first_answers[split], np.arange(1000))
+    assert of.is_part.tolist() == split.tolist()
+    ends = np.cumsum(of.num_answers[split])
+    np.testing.assert_array_equal(of.first_answers[split], np.append(0, ends[:-1]))
+    assert ends[-1] == 1000
+    assert of.seconds[split][1:].max() <= of.seconds.sum() / 4 / PARTS_OF_A_RANGE
+    assert of.num_answers[split].max() == 2, "an eighth of what runs at once"
+    of = pieces_of(plan, 4, replace(LIMITS, max_running_requests=512), SHAPE, SPEED)
+    assert of.is_part.sum() <= 5 * PARTS_OF_A_RANGE, "no more than that needs"
     assert found.repeated_tokens.max() == 49, "the last token is computed by each answer"
     assert len(pieces(plan, 1)) == 3
+    assert len(pieces_of(plan, 4, LIMITS, SHAPE, SPEED, split=False)) == 3
+    scored = planned([list(range(50))], 40, [1000], match_limits=np.zeros(1, np.int64))
+    assert len(pieces(scored, 4)) == 1, "each part would score the prompt"
 
 
 def test_a_prefix_is_left_whole_where_to_compute_it_twice_would_take_longer() -> None:

@@ -22,6 +22,7 @@ from radixrt.cache.host_tier import HostTier
 from radixrt.cache.pending_match import PendingMatch
 from radixrt.cache.prefix_cache import Lease, Loan, PrefixCache
 from radixrt.cache.radix_tree import DEVICE, HOST, LeafQueue, Match, Namespace, Node, RadixTree
+from radixrt.engine import engine
 from radixrt.engine.driver import Driver
 from radixrt.engine.engine import Engine
 from radixrt.errors import SchedulerError
@@ -42,6 +43,7 @@ from radixrt.schedule.sampling_table import SamplingTable
 from radixrt.schedule.scheduler import Scheduler
 from tests.cache import test_prefix_cache, test_radix_tree
 from tests.schedule import test_admission, test_policy, test_scheduler
+from tests.support.forms import RuleMatcher
 from tests.support.planned_reads import PlannedWorld
 from tests.support.world.invariants import Violation
 from tests.support.world.runner import SimulatedPass, SimulatedRunner
@@ -71,6 +73,8 @@ TIERED_SIZES = [
 FAMILY_SIZES = [
     replace(SIZES, num_slots=90, num_rows=12, max_running=8, chunk=chunk, families=True) for chunk in (16, 32)
 ]
+
+FORM_SIZES = [replace(one, forms=True) for one in ALL_SIZES[:2]]
 
 DRAFT_SIZES = [replace(one, drafts=True, max_in_flight=0) for one in ALL_SIZES]
 
@@ -693,6 +697,51 @@ def take_what_follows_a_wrong_draft(patch: pytest.MonkeyPatch) -> None:
         return replace(collect(self, handle), accepted=handle.booking.pass_.num_samples)
 
     patch.setattr(SimulatedRunner, "collect", credulous)
+
+
+# -- forms -------------------------------------------------------------------------------------------------
+
+
+@mutant("12:", sizes=FORM_SIZES)
+def mask_one_token_late(patch: pytest.MonkeyPatch) -> None:
+    """A pass is not waited for before the masks of the next one are filled."""
+    masks_of = engine.masks_of
+
+    def late(booking: booking.Booking) -> np.ndarray:
+        matchers = [answer.matcher for answer in booking.answers]
+        known = [(one, one.tokens[:]) for one in matchers if isinstance(one, RuleMatcher) and one.tokens]
+        for matcher, tokens in known:
+            matcher.tokens = tokens[:-1]
+        masks = masks_of(booking)
+        for matcher, tokens in known:
+            matcher.tokens = tokens
+        return masks
+
+    patch.setattr(engine, "masks_of", late)
+
+
+@mutant("12:", sizes=FORM_SIZES)
+def begin_the_form_at_each_token(patch: pytest.MonkeyPatch) -> None:
+    form = property(lambda self: None if self.request.form is None else self.request.form.matcher())
+    patch.setattr(Answer, "matcher", form)
+
+
+@mutant("12:", "13:", sizes=FORM_SIZES)
+def book_answers_with_a_form_like_others(patch: pytest.MonkeyPatch) -> None:
+    begin = RequestTable.begin
+
+    def alike(self: RequestTable, row: int, request: Request, tokens: np.ndarray) -> None:
+        begin(self, row, request, tokens)
+        self.is_special[row] &= request.form is None or request.params.logprobs is not None
+
+    patch.setattr(RequestTable, "begin", alike)
+
+
+@mutant("12:", "19:", sizes=FORM_SIZES)
+def give_masks_to_others(patch: pytest.MonkeyPatch) -> None:
+    """The first mask is the last draw's."""
+    masks_of = engine.masks_of
+    patch.setattr(engine, "masks_of", lambda booking: np.roll(masks_of(booking), 1, axis=0))
 
 
 # -- two tiers ---------------------------------------------------------------------------------------------

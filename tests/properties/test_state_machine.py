@@ -25,10 +25,11 @@ from hypothesis.stateful import (
 
 from radixrt.schedule.policy import SchedulePolicy
 from radixrt.schedule.request import Request
+from tests.support.forms import RuleForm
 from tests.support.planned_reads import MOVES
 from tests.support.planned_reads import PlannedWorld as World
 from tests.support.world.invariants import Violation
-from tests.support.world.model import VOCAB
+from tests.support.world.model import VOCAB, form_of
 from tests.support.world.walk import PRIORITIES, Walk, random_sizes
 from tests.support.world.world import Sizes
 
@@ -86,10 +87,21 @@ class EngineMachine(RuleBasedStateMachine):
         )
 
     def submit(
-        self, prompt: list[int], new: int, stop: bool, tenant: str | None, n: int = 1, priority: int = 0
+        self,
+        prompt: list[int],
+        new: int,
+        stop: bool,
+        tenant: str | None,
+        n: int = 1,
+        priority: int = 0,
+        form: RuleForm | None = None,
     ) -> None:
         stop_ids, namespace = frozenset([0]) if stop else frozenset(), self.world.namespace(tenant)
-        self.world.submit(prompt, new, stop_ids=stop_ids, namespace=namespace, n=n, priority=priority)
+        self.world.submit(prompt, new, stop_ids=stop_ids, namespace=namespace, n=n, priority=priority, form=form)
+
+    @rule(prompt=tokens, new=st.integers(1, 12), length=st.integers(1, 9), n=answers, priority=priorities)
+    def submit_with_a_form(self, prompt: list[int], new: int, length: int, n: int, priority: int) -> None:
+        self.submit(prompt, new, False, None, n, priority, form_of(length))
 
     def earlier(self, data: st.DataObject) -> Request:
         return data.draw(st.sampled_from(self.world.answers[-8:]))
@@ -229,7 +241,7 @@ class EngineMachine(RuleBasedStateMachine):
     def flush(self) -> None:
         self.world.cache.flush()
 
-    @rule(what=st.sampled_from(["allocation", "launch", "run", "numbers"]))
+    @rule(what=st.sampled_from(["allocation", "launch", "draw", "run", "numbers"]))
     def break_what_comes_next(self, what: str) -> None:
         if what == "allocation":
             self.world.fail_alloc = True
@@ -333,6 +345,19 @@ def test_random_walk(seed: int, host_slots: int) -> None:
     for _ in range(100):
         walk.act()
     world.drain()
+
+
+@pytest.mark.long_unless(kept=lambda given: given["seed"] < 2)
+@pytest.mark.parametrize("seed", range(8))
+def test_random_walk_with_forms(seed: int) -> None:
+    sizes = Sizes(num_slots=48, num_rows=6, max_running=4, chunk=5, drops=True, forms=True)
+    world = World(replace(sizes, max_in_flight=int(seed % 3 > 0), host_slots=24 if seed % 4 == 3 else 0))
+    walk = Walk(world, seed, faults=1 + seed % 2)
+    for _ in range(100):
+        walk.act()
+    world.drain()
+    complete = [answer for answer in world.answers if answer.request.form and answer.log.finish_reason == "stop"]
+    assert len(complete) >= 5
 
 
 def test_runs_without_torch() -> None:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from radixrt.errors import DeviceLostError, ParameterError, PromptError, RadixrtError
+from radixrt.errors import DeviceLostError, ParameterError, PassError, PromptError, RadixrtError
 from radixrt.output import RequestOutput
 from radixrt.replicas.group import ReplicaGroup, _demands
 from radixrt.replicas.replica import MAX_RESTARTS
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
-from tests.support.local_replicas import LocalLink, LocalLinks
+from radixrt.schedule.booking import Booking
+from tests.support.local_replicas import Killed, LocalLink, LocalLinks
 from tests.support.runtimes import SIZES, simulated_runtime
 
 HANG = 50.0
@@ -51,6 +53,15 @@ def told(outputs: Sequence[RequestOutput]) -> list[Any]:
 def alone(prompts: Sequence[list[int]], params: Any = PARAMS) -> list[Any]:
     with simulated_runtime() as runtime:
         return told(runtime.generate(prompts, params))
+
+
+def answers(outputs: Sequence[RequestOutput]) -> list[Any]:
+    """All answers of outputs."""
+    found = [[(a.index, a.token_ids, a.text, a.finish_reason) for a in each.outputs] for each in outputs]
+    return [
+        (each.index, own, each.usage.prompt_tokens, each.usage.completion_tokens)
+        for each, own in zip(outputs, found, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 7])
@@ -90,6 +101,27 @@ def test_calls_draw_anew_as_those_of_one_runtime_do() -> None:
             assert told(group.generate(prompts, PARAMS)) == told(runtime.generate(prompts, PARAMS))
 
 
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 7])
+@pytest.mark.parametrize("counts", [[40], [70, 1, 33, 2], [1, 2, 3, 100]])
+def test_answers_of_one_prompt_on_several_replicas(num_replicas: int, counts: list[int]) -> None:
+    """They are those of one Runtime, in their order, and each replica has some."""
+    prompts = tree(len(counts))
+    params = [SamplingParams(max_new_tokens=6, temperature=1.0, n=count) for count in counts]
+    with simulated_runtime() as runtime:
+        expected = answers(runtime.generate(prompts, params))
+    with group_of(LocalLinks(simulated_runtime), num_replicas) as group:
+        found = group.generate(prompts, params)
+        assert answers(found) == expected
+        assert len({each.id for each in found}) == len(counts)
+        assert {type(each.id) for each in found} == {int}, "those of whole requests"
+        assert min(each.completion_tokens for each in group.replica_figures) > 0
+        assert all(
+            each.usage.cached_tokens + each.usage.computed_tokens == len(p)
+            for each, p in zip(found, prompts, strict=True)
+        )
+        assert not group.has_work
+
+
 ACTIONS = ("advance", "advance all", "slow", "double", "crash", "crash and lose", "hang", "time")
 
 
@@ -97,9 +129,12 @@ ACTIONS = ("advance", "advance all", "slow", "double", "crash", "crash and lose"
 @given(
     num_replicas=st.integers(1, 4),
     num_prompts=st.integers(1, 40),
+    most_answers=st.sampled_from([1, 1, 30]),
     actions=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 3), st.integers(1, 4)), max_size=60),
 )
-def test_faults(num_replicas: int, num_prompts: int, actions: list[tuple[str, int, int]]) -> None:
+def test_faults(
+    num_replicas: int, num_prompts: int, most_answers: int, actions: list[tuple[str, int, int]]
+) -> None:
     """Each prompt has one output, that of one Runtime; or all replicas were lost too often, and that is said."""
     clock, waiting = Clock(), list(reversed(actions))
 
@@ -128,20 +163,25 @@ def test_faults(num_replicas: int, num_prompts: int, actions: list[tuple[str, in
             link.crash(loses_messages=action == "crash and lose")
 
     prompts = tree(num_prompts)
+    params = [replace(PARAMS, n=most_answers if n % 20 == 3 else 1) for n in range(num_prompts)]
     links = LocalLinks(simulated_runtime)
     with group_of(links, num_replicas, clock) as group:
         links.on_wait = on_wait
         found: list[RequestOutput] = []
         try:
-            found.extend(group.generate_iter(prompts, PARAMS))
+            found.extend(group.generate_iter(prompts, params, on_error="return"))
         except DeviceLostError:
-            assert links.started == num_replicas * (1 + MAX_RESTARTS)
+            assert links.started >= num_replicas * (1 + MAX_RESTARTS)
             assert len({output.index for output in found}) == len(found) < num_prompts
             return
-        restarts = [each.restarts for each in group.replica_figures]
-        assert links.started <= num_replicas + sum(restarts)
-        assert max(restarts) <= MAX_RESTARTS
-        assert told(sorted(found, key=lambda output: output.index)) == alone(prompts)
+        restarts = sum(each.restarts for each in group.replica_figures)
+        assert links.started <= num_replicas + restarts
+        found.sort(key=lambda output: output.index)
+        with simulated_runtime() as runtime:
+            pairs = list(zip(answers(found), answers(runtime.generate(prompts, params)), strict=True))
+        wrong = [output for output, (own, expected) in zip(found, pairs, strict=True) if own != expected]
+        assert not wrong or restarts >= 4, "fewer losses than a request has before it is the cause"
+        assert all("ends each process" in (output.error or "") for output in wrong)
         assert not group.has_work
 
 
@@ -181,7 +221,7 @@ def test_counts_outlive_a_replica() -> None:
         assert group.cache_stats().prompt_tokens == sum(map(len, prompts))
         assert group.cache_stats().capacity == 2 * group.limits.pool_tokens
         group.generate(prompts, PARAMS)
-        assert group.cache_stats().prompt_tokens == 2 * sum(map(len, prompts))
+        assert group.cache_stats().prompt_tokens == 2 * sum(map(len, prompts)) + 1, "that of the trial"
         assert sum(each.requests for each in group.replica_figures) == 30, "those of the latest list"
         assert group.replica_figures[1].restarts == 0
 
@@ -412,7 +452,8 @@ def test_a_batch(batch: tuple[Path, list[Any]], order: Any, tmp_path: Path) -> N
 def test_a_batch_survives_crashes(crashes: list[tuple[int, int]], loses: bool, tmp_path_factory: Any) -> None:
     folder = tmp_path_factory.mktemp("batch")
     source = folder / "in.jsonl"
-    source.write_text("".join(json.dumps({"token_ids": p, "max_tokens": 4}) + "\n" for p in tree(40)))
+    lines = [{"token_ids": p, "max_tokens": 4, "n": 20 if i == 7 else 1} for i, p in enumerate(tree(40))]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with simulated_runtime() as runtime:
         runtime.run_batch(source, folder / "one.jsonl")
     waiting = list(reversed(crashes))
@@ -460,6 +501,120 @@ def test_a_hung_replica_does_not_keep_a_batch_that_is_stopped(
         assert clock.now < 30.0
         assert group.lanes[0].is_gone
         assert not group.has_work
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    num_replicas=st.integers(1, 4),
+    killing=st.sets(st.integers(0, 59), max_size=6),
+    failing=st.sets(st.integers(0, 59), max_size=2),
+    loses=st.booleans(),
+)
+@example(num_replicas=3, killing={7}, failing=set(), loses=False)
+@example(num_replicas=2, killing={40}, failing={7}, loses=True)
+def test_lines_that_kill_their_process(
+    num_replicas: int, killing: set[int], failing: set[int], loses: bool, tmp_path_factory: Any
+) -> None:
+    """Each gets an error record, those of other lines are as without them, and no replica stays away."""
+    folder = tmp_path_factory.mktemp("batch")
+    source = folder / "in.jsonl"
+    lines = [{"token_ids": p, "max_tokens": 4, "n": 80 if i == 7 else 1} for i, p in enumerate(tree(60))]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with simulated_runtime() as runtime:
+        runtime.run_batch(source, folder / "one.jsonl")
+
+    def made() -> Runtime:
+        runtime = simulated_runtime()
+        runtime.hooks.launch_fault = kill
+        runtime.hooks.run_fault = lambda booking: RuntimeError("bad") if has(booking, failing) else None
+        return runtime
+
+    def has(booking: Booking, lines: set[int]) -> bool:
+        return any(answer.request.index in lines for answer in booking.answers)
+
+    def kill(booking: Booking) -> None:
+        if has(booking, killing):
+            raise Killed
+
+    class Losing(LocalLinks):
+        def start(self, number: int) -> LocalLink:
+            link = super().start(number)
+            link.loses_messages = loses
+            return link
+
+    with group_of(Losing(made), num_replicas) as group:
+        report = group.run_batch(source, folder / "out.jsonl")
+        assert not any(lane.is_gone for lane in group.lanes)
+    assert report.is_complete
+    assert report.errors == len(killing | failing)
+    pairs = list(zip(records(folder / "out.jsonl"), records(folder / "one.jsonl"), strict=True))
+    assert [own for own, _ in pairs if own["index"] not in killing | failing] == [
+        expected for _, expected in pairs if expected["index"] not in killing | failing
+    ]
+    for line in killing:
+        error = pairs[line][0]["error"]
+        assert error["type"] == "failed"
+        assert "ends each process that runs it" in error["message"]
+    prompts = tree(60)
+    with group_of(LocalLinks(made), num_replicas) as group:
+        found = group.generate(prompts, PARAMS, on_error="return")
+        assert {output.index for output in found if output.cause is not None} >= killing
+        if killing and not failing:
+            with pytest.raises(PassError, match="ends each process that runs it"):
+                group.generate(prompts, PARAMS)
+
+
+@pytest.mark.parametrize(("num_replicas", "count"), [(1, 4), (2, 4), (1, 20), (3, 20)])
+def test_only_lines_that_kill_are_left(num_replicas: int, count: int, tmp_path: Path) -> None:
+    """Nothing else shows that replicas are sound: so many are lost in vain that the batch ends. It goes on."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps({"token_ids": p, "max_tokens": 4}) + "\n" for p in tree(count)))
+
+    def kill(booking: Booking) -> None:
+        if any(answer.request.index >= 0 for answer in booking.answers):  # all but the trial
+            raise Killed
+
+    def made() -> Runtime:
+        runtime = simulated_runtime()
+        runtime.hooks.launch_fault = kill
+        return runtime
+
+    runs = 0
+    while not output.exists():
+        runs += 1
+        assert runs <= 6
+        with group_of(LocalLinks(made), num_replicas) as group, suppress(DeviceLostError):
+            assert group.run_batch(source, output).errors == count
+    assert (runs > 1) == (count > 4)
+    assert [record["index"] for record in records(output)] == list(range(count))
+    assert all("ends each process" in record["error"]["message"] for record in records(output))
+
+
+def test_a_device_that_cannot_compute_costs_no_line(tmp_path: Path) -> None:
+    """Its processes start and die with whatever they run, also with the trial: no line is to blame."""
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps({"token_ids": p, "max_tokens": 4}) + "\n" for p in tree(40)))
+
+    class OneIsBroken(LocalLinks):
+        def start(self, number: int) -> LocalLink:
+            link = super().start(number)
+            if number == 0:
+                link.server._runtime.hooks.launch_fault = broken  # type: ignore[attr-defined]
+            return link
+
+    def broken(booking: Booking) -> None:
+        raise Killed
+
+    for num_replicas in (1, 2):
+        links = OneIsBroken(simulated_runtime)
+        with group_of(links, num_replicas) as group:
+            if num_replicas == 1:
+                with pytest.raises(DeviceLostError):
+                    group.run_batch(source, tmp_path / "out.jsonl")
+            else:
+                report = group.run_batch(source, tmp_path / "out.jsonl")
+                assert (report.errors, report.requests) == (0, 40)
+            assert group.lanes[0].is_gone
 
 
 @pytest.mark.parametrize("moment", [3, 5, 6, 7, 8, 9, 12])

@@ -26,8 +26,12 @@ from tests.support.runtimes import simulated_runtime
 PROGRAM = "tests.support.simulated_worker"
 
 
-def processes(count: int, step_seconds: float = 0.0) -> Processes:
-    environment = {"STEP_SECONDS": str(step_seconds), "PYTHONPATH": os.pathsep.join(sys.path)}
+def processes(count: int, step_seconds: float = 0.0, killing: str = "") -> Processes:
+    environment = {
+        "STEP_SECONDS": str(step_seconds),
+        "KILLING_LINES": killing,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     return Processes([Placement(RuntimeConfig(), environment)] * count, PROGRAM)
 
 
@@ -135,6 +139,43 @@ def test_kills(kills: int, tmp_path: Path) -> None:
         with group_of(3) as group:
             group.run_batch(source, output)
         assert records(output) == expected
+
+
+def test_a_line_that_kills_its_process(tmp_path: Path) -> None:
+    """It has an error record, the others their own."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [{"token_ids": prompt, "max_tokens": 6} for prompt in tree(50)]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with simulated_runtime() as runtime:
+        runtime.run_batch(source, tmp_path / "one.jsonl")
+    with ReplicaGroup(num_replicas=2, links=processes(2, killing="31")) as group:
+        report = group.run_batch(source, output)
+        restarts = sum(each["restarts"] for each in report.run.replicas)
+    assert report.is_complete
+    assert (report.errors, report.written) == (1, 50)
+    assert 4 <= restarts <= 7
+    found, expected = records(output), records(tmp_path / "one.jsonl")
+    assert "ends each process that runs it" in found[31]["error"]["message"]
+    assert "signal 9" in found[31]["error"]["message"]
+    found[31] = expected[31]
+    assert found == expected
+
+
+@pytest.mark.long
+def test_a_line_that_kills_the_built_in_model(tmp_path: Path) -> None:
+    examples = Path(links.__file__).resolve().parents[2] / "examples" / "questions.jsonl"
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(line + "\n" for line in examples.read_text().splitlines()[:40]))
+    environment = {"KILLING_LINES": "11", "PYTHONPATH": os.pathsep.join(sys.path)}
+    placed = placements(RuntimeConfig(device="cpu", max_total_tokens=60_000), 2)
+    own = Processes(
+        [Placement(each.config, environment) for each in placed], "tests.support.worker_that_is_killed"
+    )
+    params = SamplingParams(temperature=0.0, max_new_tokens=8)
+    with ReplicaGroup(num_replicas=2, links=own) as group:
+        report = group.run_batch(source, output, default_params=params)
+    assert (report.errors, report.written) == (1, 40)
+    assert "ends each process that runs it" in records(output)[11]["error"]["message"]
 
 
 def test_replicas_of_a_cpu_share_it() -> None:

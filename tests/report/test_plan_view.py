@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +19,9 @@ import radixrt.batch.formats.source
 from radixrt.cli import main
 from radixrt.errors import ParameterError
 from radixrt.limits import RunLimits
+from radixrt.models.config import ModelConfig
 from radixrt.planning.batch_plan import BatchPlan
-from radixrt.planning.cards import CARDS, find_card
+from radixrt.planning.cards import CARDS, find_card, shape_of
 from radixrt.report.figures import hint_texts, plan_advice, plan_figures, seconds
 from radixrt.report.outline import FEW_TOKENS, MIN_SHARE, Prefix, outline
 from radixrt.report.plan_page import plan_page
@@ -269,6 +272,19 @@ def test_the_command_cuts_a_file_for_replicas(tmp_path: Path, capsys: pytest.Cap
     assert "3 replicas" in said
 
 
+def test_quantised_weights_where_a_card_multiplies_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[ModelShape] = []
+
+    def recorded(config: ModelConfig, **options: Any) -> ModelShape:
+        shapes.append(shape_of(config, **options))
+        return shapes[-1]
+
+    monkeypatch.setattr("radixrt.planning.cards.shape_of", recorded)
+    for options in ("", "--quantization fp8", "--quantization fp8 --card a100"):
+        assert main(["plan", str(EXAMPLES), "--max-total-tokens", "1000", *options.split()]) == 0
+    assert [shape.layers_in_e4m3 for shape in shapes] == [False, True, False]
+
+
 def test_the_command_tells_what_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, message in (
         (["nowhere.jsonl"], "cannot read nowhere.jsonl"),
@@ -340,6 +356,8 @@ def test_cards() -> None:
     weights = (SHAPE.layer_weights + SHAPE.head_weights) * 2
     assert 0.8 * (80e9 - weights) < pool * SHAPE.kv_bytes < 80e9 - weights
     assert find_card("h200", 1.0, 1.0, 1.0).pool_tokens(SHAPE) == 0
+    more = card.pool_tokens(replace(SHAPE, layers_in_e4m3=True)) - pool
+    assert more == pytest.approx(0.95 * SHAPE.layer_weights / SHAPE.kv_bytes, abs=1)
     with pytest.raises(ParameterError, match="flops is -1"):
         find_card("h200", 1.0, -1.0, 1.0)
 

@@ -302,6 +302,26 @@ def test_a_launch_that_raises_leaves_the_times_of_others_alone(stream: Stream) -
     assert stream.made == 4
 
 
+def test_what_is_not_launching_does_not_count(stream: Stream) -> None:
+    """Between the two halves of a launch another pass is waited for, and its events are free again."""
+    timer = PassTimer(torch.device("cuda"))
+    before = launched(timer, stream, takes=8.0)
+    timer.begin()
+    timer.start()
+    stream.run(4.0)
+    stream.clock.now += 1.0
+    timer.pause()
+    assert timer.wait(before) == (8.0, 0.0)
+    timer.resume()
+    stream.run(2.0)
+    stream.clock.now += 0.5
+    halves = timer.end()
+    after = launched(timer, stream, takes=16.0)
+    assert timer.wait(halves) == (6.0, 1.5)
+    assert timer.wait(after) == (16.0, 0.0)
+    assert stream.made == 4
+
+
 # -- a model -----------------------------------------------------------------------------------------------
 
 QUESTION = "Mira likes Oslo. Tarek counts {}.\nQ: Mira likes?\nA:"

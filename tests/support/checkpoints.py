@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3Config,
@@ -16,10 +22,20 @@ from transformers import (
     GenerationConfig,
     Glm4Config,
     Glm4ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    HunYuanDenseV1Config,
+    HunYuanDenseV1ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     MistralConfig,
@@ -42,11 +58,14 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
     SeedOssConfig,
     SeedOssForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 VOCAB_SIZE = 101
 
@@ -68,12 +87,28 @@ YARN_ROPE: dict[str, Any] = {
     "original_max_position_embeddings": 32,
     "beta_fast": 4.0,
 }
+MINISTRAL_ROPE = {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.7}
 # Of the four pairs of a head of 8.
 LONG_ROPE: dict[str, Any] = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
     "short_factor": [1.0, 1.1, 1.5, 2.0],
     "long_factor": [1.0, 2.0, 5.0, 9.0],
+}
+
+# Phi-4 mini's peculiarities: three heads for one of keys, three quarters of which are rotated: six pairs of 16.
+PHI4_MINI: dict[str, Any] = {
+    "hidden_size": 48,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.75,
+        "short_factor": [1.0, 1.1, 1.5, 2.0, 2.2, 3.0],
+        "long_factor": [1.0, 2.0, 5.0, 9.0, 12.0, 15.0],
+    },
 }
 
 # Weights large enough that the context decides the next token.
@@ -103,6 +138,12 @@ def llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
 
 def mistral(seed: int = 0, **changes: Any) -> MistralForCausalLM:
     return _build(MistralForCausalLM, MistralConfig, seed, {"sliding_window": WINDOW, **changes})
+
+
+def ministral3(seed: int = 0, **changes: Any) -> Ministral3ForCausalLM:
+    """Queries are scaled from position 32 on, and more from position 64 on."""
+    own = {"head_dim": 16, "rope_parameters": MINISTRAL_ROPE}
+    return _build(Ministral3ForCausalLM, Ministral3Config, seed, {**own, **changes})
 
 
 def qwen2(seed: int = 0, **changes: Any) -> Qwen2ForCausalLM:
@@ -138,14 +179,71 @@ def glm4(seed: int = 0, **changes: Any) -> Glm4ForCausalLM:
     return _build(Glm4ForCausalLM, Glm4Config, seed, {"head_dim": 16, "attention_bias": True, **changes})
 
 
-def granite(seed: int = 0, **changes: Any) -> GraniteForCausalLM:
+def glm4_moe(seed: int = 0, **changes: Any) -> Glm4MoeForCausalLM:
+    """Its first layer is dense; the correction changes what is chosen, and the factor is another than 1."""
     own = {
-        "embedding_multiplier": 3.0,
-        "attention_multiplier": 0.2,
-        "residual_multiplier": 0.4,
-        "logits_scaling": 2.5,
+        "head_dim": 16,
+        "num_hidden_layers": 3,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.7,
+        "norm_topk_prob": True,
+        "attention_bias": True,
+        "use_qk_norm": True,
     }
-    return _build(GraniteForCausalLM, GraniteConfig, seed, {**own, **changes})
+    model = _build(Glm4MoeForCausalLM, Glm4MoeConfig, seed, {**own, **changes})
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.3, 0.3)
+    return model
+
+
+_GRANITE_FACTORS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.5,
+}
+
+
+def granite(seed: int = 0, **changes: Any) -> GraniteForCausalLM:
+    return _build(GraniteForCausalLM, GraniteConfig, seed, {**_GRANITE_FACTORS, **changes})
+
+
+def granite4(seed: int = 0, **changes: Any) -> GraniteMoeHybridForCausalLM:
+    """Of attention alone, without experts."""
+    own = {
+        **_GRANITE_FACTORS,
+        "attention_multiplier": 0.5,
+        "residual_multiplier": 0.8,
+        "layer_types": ["full_attention", "full_attention"],
+        "position_embedding_type": "rope",
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 40,
+        "mamba_n_heads": 2,
+    }
+    return _build(GraniteMoeHybridForCausalLM, GraniteMoeHybridConfig, seed, {**own, **changes})
+
+
+def exaone4(seed: int = 0, **changes: Any) -> Exaone4ForCausalLM:
+    """Its first layer has a window, and positions; the second one has neither."""
+    own = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+    return _build(Exaone4ForCausalLM, Exaone4Config, seed, {**own, **changes})
+
+
+def ernie4_5(seed: int = 0, **changes: Any) -> Ernie4_5ForCausalLM:
+    return _build(Ernie4_5ForCausalLM, Ernie4_5Config, seed, {"head_dim": 16, **changes})
+
+
+def hunyuan(seed: int = 0, **changes: Any) -> HunYuanDenseV1ForCausalLM:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0}
+    own = {"head_dim": 16, "rope_parameters": rope}
+    return _build(HunYuanDenseV1ForCausalLM, HunYuanDenseV1Config, seed, {**own, **changes})
 
 
 def seed_oss(seed: int = 0, **changes: Any) -> SeedOssForCausalLM:
@@ -203,6 +301,43 @@ def qwen3_moe(seed: int = 0, **changes: Any) -> Qwen3MoeForCausalLM:
     return _build(Qwen3MoeForCausalLM, Qwen3MoeConfig, seed, {**own, **changes})
 
 
+def gpt_oss(seed: int = 0, **changes: Any) -> GptOssForCausalLM:
+    """Its first layer has a window. Biases of the experts bring many of their gates beyond the clamp."""
+    own = {
+        "head_dim": 16,
+        "num_attention_heads": 6,
+        "intermediate_size": 20,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "sliding_window": WINDOW,
+        "rope_parameters": {**YARN_ROPE, "truncate": False},
+    }
+    model = _build(GptOssForCausalLM, GptOssConfig, seed, {**own, **changes})
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.sinks.uniform_(-2.0, 4.0)
+            layer.mlp.experts.gate_up_proj_bias.normal_(std=6.0)
+            layer.mlp.experts.down_proj_bias.normal_(std=0.3)
+            layer.mlp.router.weight.normal_(std=0.5)
+    return model
+
+
+def gpt_oss_in_mxfp4(seed: int = 0, **changes: Any) -> GptOssForCausalLM:
+    """Its experts' weights are what `packed` means: the tensors that `write` stores in their places."""
+    model = gpt_oss(seed, **{"intermediate_size": 64, **changes})
+    generator, packed = torch.Generator().manual_seed(seed), {}
+    for name, weight in model.named_parameters():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            num_experts, depth, columns = weight.shape
+            groups = num_experts, columns, depth // 32
+            blocks = torch.randint(256, (*groups, 16), dtype=torch.uint8, generator=generator)
+            scales = torch.randint(121, 126, groups, dtype=torch.uint8, generator=generator)
+            weight.data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    model.packed = packed
+    return model
+
+
 # Of one small layer, which is never used.
 _VISION = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
 _VISION_SIZES = {"hidden_size": 16, "intermediate_size": 16}
@@ -215,8 +350,15 @@ def gemma3_with_images(seed: int = 0, **changes: Any) -> Gemma3ForConditionalGen
 
 
 def mistral_with_images(seed: int = 0, **changes: Any) -> Mistral3ForConditionalGeneration:
+    return _around_mistral(mistral(seed, sliding_window=None, **changes))
+
+
+def ministral3_with_images(seed: int = 0, **changes: Any) -> Mistral3ForConditionalGeneration:
+    return _around_mistral(ministral3(seed, **changes))
+
+
+def _around_mistral(text: Any) -> Mistral3ForConditionalGeneration:
     vision = {**_VISION, **_VISION_SIZES, "model_type": "pixtral", "head_dim": 8}
-    text = mistral(seed, sliding_window=None, **changes)
     return _around(text, Mistral3ForConditionalGeneration, Mistral3Config, {"vision_config": vision})
 
 
@@ -229,10 +371,19 @@ def qwen2_vl(seed: int = 0, **changes: Any) -> Qwen2_5_VLForConditionalGeneratio
 
 
 def qwen3_vl(seed: int = 0, **changes: Any) -> Qwen3VLForConditionalGeneration:
+    return _around_qwen3(qwen3(seed, **changes), Qwen3VLForConditionalGeneration, Qwen3VLConfig)
+
+
+def qwen3_vl_moe(seed: int = 0, **changes: Any) -> Qwen3VLMoeForConditionalGeneration:
+    text = qwen3_moe(seed, norm_topk_prob=True, **changes)
+    return _around_qwen3(text, Qwen3VLMoeForConditionalGeneration, Qwen3VLMoeConfig)
+
+
+def _around_qwen3(text: Any, model_class: Any, config_class: Any) -> Any:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
     vision = {"depth": 1, "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 16, "num_heads": 2}
     own = {"vision_config": {**vision, "deepstack_visual_indexes": []}, **_IMAGE_TOKENS}
-    return _around(qwen3(seed, **changes), Qwen3VLForConditionalGeneration, Qwen3VLConfig, own, rope)
+    return _around(text, model_class, config_class, own, rope)
 
 
 _IMAGE_TOKENS = {
@@ -281,4 +432,27 @@ def write(
     if eos is not None:
         model.generation_config = GenerationConfig(eos_token_id=eos)
     model.save_pretrained(folder, max_shard_size=max_shard_size, **options)
+    if packed := getattr(model, "packed", None):
+        _store_packed(folder, packed)
     return folder
+
+
+def _store_packed(folder: Path, packed: dict[str, torch.Tensor]) -> None:
+    """Put tensors into a checkpoint, in place of those that they are read as."""
+    replaced = {name.rpartition("_")[0] for name in packed}
+    kept = {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+        if name not in replaced
+    }
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    save_file(kept, folder / "model-00001-of-00002.safetensors")
+    save_file(packed, folder / "model-00002-of-00002.safetensors")
+    places = {name: file.name for file in folder.glob("*.safetensors") for name in load_file(file)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    config = json.loads((folder / "config.json").read_text())
+    del config["dtype"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))

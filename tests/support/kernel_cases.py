@@ -16,6 +16,7 @@ from torch import Tensor
 
 from radixrt.execution.attention.flat import KernelShape
 from tests.support.attention_cases import plan_extends
+from triton_ops.activations.clamped_swiglu import clamped_swiglu
 from triton_ops.activations.gelu_and_mul import gelu_and_mul
 from triton_ops.activations.gelu_fast import gelu_fast
 from triton_ops.activations.gelu_new import gelu_new
@@ -34,9 +35,12 @@ from triton_ops.kv.kv_copy import kv_copy
 from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, qk_norm_rope_store
 from triton_ops.kv.view import KVView
 from triton_ops.linear.int4_linear import dequantized_int4, int4_linear
+from triton_ops.linear.e4m3_linear import e4m3_linear, quantise_rows
 from triton_ops.linear.ordered_linear import ordered_linear
 from triton_ops.linear.split_k_linear import split_k_linear
 from triton_ops.moe.moe import moe
+from triton_ops.moe.mxfp4 import GROUP, Mxfp4
+from triton_ops.moe.topk_sigmoid import topk_sigmoid
 from triton_ops.moe.topk_softmax import topk_softmax
 from triton_ops.norms.layer_norm import add_layer_norm, layer_norm
 from triton_ops.norms.rms_norm import add_rms_norm, rms_norm, rms_norm_add
@@ -82,6 +86,7 @@ def kernel_cases() -> Iterator[KernelCase]:
     yield from _linear_cases()
     yield from _ordered_cases()
     yield from _int4_cases()
+    yield from _e4m3_cases()
     yield from _expert_cases()
     yield from _sampling_cases()
     yield from _kv_copy_cases()
@@ -378,6 +383,7 @@ def _row_cases(shape: tuple[int, int], dtype: torch.dtype, few: bool) -> Iterato
     yield case(layer_norm, biased, eps=1e-5)
     yield case(add_layer_norm, added_biased, eps=1e-5)
     yield case(silu_and_mul, gate_up)
+    yield case(clamped_swiglu, gate_up)
     yield case(gelu_and_mul, gate_up, approximate="none")
     yield case(gelu_and_mul, gate_up, approximate="tanh")
     yield case(gelu_new, row)
@@ -393,10 +399,14 @@ def _head_cases(shape: tuple[int, int, int], dtype: torch.dtype) -> Iterator[Ker
         "no norm": None,
         "norm": HeadNorm(empty(head_dim), empty(head_dim), 1e-6),
         "wide norm": HeadNorm(empty(head_dim), empty(head_dim), 1e-6, offset=1.0),
+        "norm after": HeadNorm(empty(head_dim), empty(head_dim), 1e-6, after_rotation=True),
     }
     positions = torch.arange(num_tokens, dtype=torch.int32)
     rotations = {
         "no rotation": None,
+        f"rotary {head_dim}, factors": Rotation(
+            torch.empty(num_tokens, head_dim), positions, q_factors=torch.empty(num_tokens)
+        ),
         **{
             f"rotary {size}{', interleaved' * interleaved}": Rotation(
                 torch.empty(num_tokens, size), positions, interleaved
@@ -422,6 +432,8 @@ def _head_cases(shape: tuple[int, int, int], dtype: torch.dtype) -> Iterator[Ker
             ("norm", "rotary 128"),
             ("wide norm", "rotary 128, interleaved"),
             ("no norm", "rotary 40"),
+            ("no norm", "rotary 128, factors"),
+            ("norm after", "rotary 128"),
         }
         name = f"{num_tokens} tokens, d {head_dim}, {SHORT_NAMES[dtype]}, {norm_words}, {rotation_words}"
         few = usual and dtype == torch.bfloat16 and (head_dim < 256 or norm_words == "norm")
@@ -490,9 +502,7 @@ def _ordered_cases() -> Iterator[KernelCase]:
 def _int4_cases() -> Iterator[KernelCase]:
     """Every tile, with a bias and without."""
     for num_columns, depth in ((6144, 4096), (4096, 14_336), (100, 128)):
-        for num_rows, dtype, has_bias in product(
-            (1, 32, 64, 512), (torch.bfloat16, torch.float16), (False, True)
-        ):
+        for num_rows, dtype, has_bias in product((1, 32, 64, 512), (torch.bfloat16, torch.float16), (False, True)):
             name = f"{num_rows} x {num_columns} x {depth}, {SHORT_NAMES[dtype]}{', bias' * has_bias}"
             few = dtype == torch.bfloat16 and num_columns == 6144 and has_bias == (num_rows == 32)
             empty = partial(torch.empty, dtype=dtype)
@@ -509,12 +519,40 @@ def _int4_cases() -> Iterator[KernelCase]:
                 yield KernelCase(dequantized_int4, f"{num_columns} x {depth}, {SHORT_NAMES[dtype]}", call, few)
 
 
+# --- projections of e4m3 ---
+
+
+def _e4m3_cases() -> Iterator[KernelCase]:
+    """Every tile, scales of rows and of blocks, whole steps and not, rows that fit a program and longer ones."""
+    for num_columns, depth in ((1024, 3072), (4096, 14_336), (28_672, 4096), (100, 80)):
+        for num_rows, blocks, dtype in product((1, 32, 64, 4096), (False, True), SHORT_NAMES):
+            name = f"{num_rows} x {num_columns} x {depth}, {SHORT_NAMES[dtype]}{', blocks' * blocks}"
+            few = dtype == torch.bfloat16 and (num_columns, num_rows, blocks) in (
+                (4096, 1, True),
+                (4096, 64, True),
+                (28_672, 1, True),
+                (28_672, 4096, True),
+                (28_672, 4096, False),
+                (100, 32, False),
+            )
+            scale = torch.empty(-(-num_columns // 128), -(-depth // 128)) if blocks else torch.empty(num_columns)
+            bias = torch.empty(num_columns, dtype=dtype) if num_columns == 100 else None
+            x, weight = torch.empty(num_rows, depth, dtype=dtype), torch.empty(num_columns, depth, dtype=E4M3)
+            call = partial(e4m3_linear, x, weight, scale, bias, impl="triton")
+            wgmma = num_rows > 32 or num_columns == 28_672
+            yield KernelCase(e4m3_linear, name, call, few, wgmma, FIRST_CAPABILITY)
+            call = partial(quantise_rows, x, groups=blocks, impl="triton")
+            yield KernelCase(quantise_rows, name, call, few, min_capability=FIRST_CAPABILITY)
+
+
 # --- experts ---
 
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """`num_tokens` tokens that choose `top_k` of the experts each."""
+    """`num_tokens` tokens that choose `top_k` of the experts each; `has_bias` and `is_mxfp4` as
+    gpt-oss has them.
+    """
 
     num_tokens: int
     num_experts: int
@@ -522,19 +560,36 @@ class ExpertShape:
     hidden_size: int
     inner_size: int
     dtype: torch.dtype
+    has_bias: bool = False
+    is_mxfp4: bool = False
 
     def __str__(self) -> str:
         sizes = f"{self.top_k} of {self.num_experts} experts, {self.hidden_size} x {self.inner_size}"
-        return f"{self.num_tokens} tokens, {sizes}, {SHORT_NAMES[self.dtype]}"
+        own = ", bias" * self.has_bias + ", MXFP4" * self.is_mxfp4
+        return f"{self.num_tokens} tokens, {sizes}, {SHORT_NAMES[self.dtype]}{own}"
+
+    def _matrices(self, size: int, inner: int) -> Tensor | Mxfp4:
+        shape = self.num_experts, size, inner // GROUP
+        if self.is_mxfp4:
+            return Mxfp4(*(torch.empty(sizes, dtype=torch.uint8) for sizes in ((*shape, GROUP // 2), shape)))
+        return torch.empty(self.num_experts, size, inner, dtype=self.dtype)
 
     def moe(self) -> None:
         empty = partial(torch.empty, dtype=self.dtype)
+        own: dict[str, Any] = {}
+        if self.has_bias:
+            own = {
+                "gate_up_bias": empty(self.num_experts, 2 * self.inner_size),
+                "down_bias": empty(self.num_experts, self.hidden_size),
+                "activation": clamped_swiglu,
+            }
         moe(
             empty(self.num_tokens, self.hidden_size),
             torch.empty(self.num_tokens, self.top_k),
             torch.arange(self.top_k).repeat(self.num_tokens, 1),
-            empty(self.num_experts, 2 * self.inner_size, self.hidden_size),
-            empty(self.num_experts, self.hidden_size, self.inner_size),
+            self._matrices(2 * self.inner_size, self.hidden_size),
+            self._matrices(self.hidden_size, self.inner_size),
+            **own,
             impl="triton",
         )
 
@@ -542,22 +597,37 @@ class ExpertShape:
         logits = torch.empty(self.num_tokens, self.num_experts, dtype=self.dtype)
         topk_softmax(logits, self.top_k, renormalize=renormalize, impl="triton")
 
+    def topk_sigmoid(self, renormalize: bool) -> None:
+        logits = torch.empty(self.num_tokens, self.num_experts)
+        correction = torch.empty(self.num_experts)
+        topk_sigmoid(logits, correction, self.top_k, renormalize=renormalize, factor=2.5, impl="triton")
+
 
 def _expert_cases() -> Iterator[KernelCase]:
-    """Mixtral's experts, Qwen3-MoE's, and some whose sizes are multiples of nothing."""
+    """Mixtral's experts, Qwen3-MoE's, gpt-oss', and some whose sizes are multiples of nothing."""
     for dtype in SHORT_NAMES:
-        for sizes in ((8, 2, 4096, 14_336), (128, 8, 2048, 768), (5, 3, 40, 24)):
+        for *sizes, is_mxfp4 in (
+            (8, 2, 4096, 14_336, False),
+            (128, 8, 2048, 768, False),
+            (32, 4, 2880, 2880, False),
+            (32, 4, 2880, 2880, True),
+            (5, 3, 40, 24, False),
+        ):
             for num_tokens in (1, 64, 256, 512, 4096):
-                shape = ExpertShape(num_tokens, *sizes, dtype)
-                few = dtype == torch.bfloat16 and (num_tokens, sizes[0]) in ((4096, 8), (64, 128))
+                shape = ExpertShape(num_tokens, *sizes, dtype, has_bias=sizes[0] in (32, 5), is_mxfp4=is_mxfp4)
+                shown = (64,) if is_mxfp4 else {8: (4096,), 128: (64,)}.get(sizes[0], ())
+                few = dtype == torch.bfloat16 and num_tokens in shown
                 # A tile takes about as many rows as an expert has.
-                many_rows = num_tokens * shape.top_k >= 64 * shape.num_experts
+                many_rows = is_mxfp4 or num_tokens * shape.top_k >= 64 * shape.num_experts
                 wgmma = many_rows and dtype != torch.float32 and shape.hidden_size >= 64
                 yield KernelCase(moe, str(shape), shape.moe, few, wgmma)
                 for renormalize in (False, True):
                     name = f"{shape}, renormalize {renormalize}"
                     call = partial(shape.topk_softmax, renormalize)
                     yield KernelCase(topk_softmax, name, call, few and renormalize)
+                    if dtype == torch.bfloat16:  # its logits are float32 in any model
+                        call = partial(shape.topk_sigmoid, renormalize)
+                        yield KernelCase(topk_sigmoid, name, call, few and renormalize)
 
 
 # --- sampling ---

@@ -13,7 +13,11 @@ from radixrt.replicas.links import Link
 from radixrt.replicas.worker import Server
 from radixrt.runtime import Runtime
 
-MOST_WAITS = 1500  # of a group, in a test
+MOST_WAITS = 3000  # of a group, in a test
+
+
+class Killed(BaseException):
+    """What a simulated Runtime raises where a real one's process would be killed."""
 
 
 def as_sent(message: Message) -> Message:
@@ -27,7 +31,10 @@ class LocalLink:
     Attributes:
         is_slow: its messages do not arrive.
         hangs: it does nothing any more.
+        loses_messages: what it has said and nobody has received is lost where its Runtime is killed.
     """
+
+    loses_messages = False
 
     def __init__(self, runtime: Runtime) -> None:
         self.server = Server(runtime)
@@ -57,7 +64,12 @@ class LocalLink:
             while self.told:
                 if (answer := self.server.handle(self.told.popleft())) is not None:
                     self.said.append(as_sent(answer))
-            if self.server.has_work and (news := self.server.step()) is not None:
+            try:
+                news = self.server.step() if self.server.has_work else None
+            except Killed:
+                self.crash(self.loses_messages)
+                return
+            if news is not None:
                 self.said.append(as_sent(news))
 
     def double(self) -> None:

@@ -61,6 +61,7 @@ def calls(count: int) -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"finite_rows {vocab_size}", logits.finite_rows
     experts = ExpertShape(count, 128, 8, 2048, 768, torch.bfloat16)
     yield "topk_softmax", partial(experts.topk_softmax, True)
+    yield "topk_sigmoid", partial(experts.topk_sigmoid, True)
     yield "experts", experts.moe
 
 

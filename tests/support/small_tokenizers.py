@@ -33,6 +33,17 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# As gpt-oss has it: an answer names its channel, and only the final channel's text is an answer of the history.
+HARMONY = (
+    "{% macro system() %}{% if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}"
+    "Reasoning: {{ reasoning_effort }}{% endmacro %}<|start|>system<|message|>{{ system() }}<|end|>"
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% if '<|channel|>' in m.content %}{{ raise_exception('the content names channels') }}{% endif %}"
+    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
 
 
 def sentencepiece_model(**more: Any) -> bytes:
@@ -161,7 +172,7 @@ def small_tokenizer(kind: str) -> Tokenizer:
 
 def chat_tokenizer(folder: Path, template: str = CHATML, **more: Any) -> Tokenizer:
     """A byte-level tokenizer with a chat template."""
-    fast = byte_level(("<s>", "</s>", "<|im_start|>", "<|im_end|>"), **more)
+    fast = byte_level(("<s>", "</s>", "<|im_start|>", "<|im_end|>", *HARMONY_TOKENS), **more)
     fast.chat_template = template
     fast.save_pretrained(folder)
     return load_tokenizer(folder)

@@ -19,7 +19,7 @@ from radixrt.text import chat_template
 from radixrt.text.chat import Chat
 from radixrt.text.chat_template import ChatTemplate
 from radixrt.text.tokenizer import Tokenizer, load_tokenizer
-from tests.support.small_tokenizers import CHATML, chat_tokenizer
+from tests.support.small_tokenizers import CHATML, HARMONY, chat_tokenizer
 
 CHAT = [{"role": "system", "content": " Be <brief> & 'kind'. "}, {"role": "user", "content": "日本 😀\n\n x"}]
 TOOL = {
@@ -53,6 +53,7 @@ TEMPLATES: dict[str, str] = {
     "json": "{{ messages | tojson }}{{ messages | tojson(indent=2) }}"
     "{{ {'b': 1.0, 'a': none} | tojson(sort_keys=true) }}",
     "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+    "channels": HARMONY,
     "defaults": "{% if enable_thinking is not defined %}{% set enable_thinking = true %}{% endif %}"
     "{{ enable_thinking }}"
     "{{ documents is defined }}{{ tools is none }}{{ add_generation_prompt }}",

@@ -21,6 +21,7 @@ from torch.nn.functional import embedding, silu
 
 from layers.products import revealing_inputs
 from tests.support.row_bits import COUNTS, ROWS, differing_counts, threads
+from triton_ops.activations.clamped_swiglu import clamped_swiglu
 from triton_ops.activations.gelu_and_mul import gelu_and_mul
 from triton_ops.activations.silu_and_mul import silu_and_mul
 from triton_ops.attention.soft_cap import soft_cap
@@ -28,6 +29,7 @@ from triton_ops.implementation import triton
 from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, qk_norm_rope_store
 from triton_ops.kv.view import KVView
 from triton_ops.moe.moe import moe
+from triton_ops.moe.topk_sigmoid import topk_sigmoid
 from triton_ops.moe.topk_softmax import topk_softmax
 from triton_ops.norms.rms_norm import add_rms_norm, rms_norm, rms_norm_add
 from triton_ops.sampling.filtered_logits import filtered_logits
@@ -72,6 +74,7 @@ def rows_cases(random: Random) -> Iterator[Case]:
             with_before = partial(add_rms_norm, **norm, before=weight)
             yield f"add_rms_norm before {size} {offset}", with_before, (x, residual)
         yield f"silu {size}", partial(silu_and_mul, deterministic=True), (gated,)
+        yield f"clamped swiglu {size}", partial(clamped_swiglu, deterministic=True), (gated,)
         for kind in ("none", "tanh"):
             gelu = partial(gelu_and_mul, approximate=kind, deterministic=True)
             yield f"gelu {kind} {size}", gelu, (gated,)
@@ -115,7 +118,9 @@ def expert_cases(random: Random) -> Iterator[Case]:
             x: Tensor, logits: Tensor, gate_up: Tensor = gate_up, down: Tensor = down, top_k: int = top_k
         ) -> tuple[Tensor, ...]:
             weights, experts = topk_softmax(logits, top_k, renormalize=True)
-            return weights, experts, moe(x, weights, experts, gate_up, down, deterministic=True)
+            correction = torch.linspace(-0.1, 0.1, logits.shape[1])
+            others = topk_sigmoid(logits.float(), correction, top_k, renormalize=True, factor=2.5)
+            return weights, experts, *others, moe(x, weights, experts, gate_up, down, deterministic=True)
 
         # Divided, so that float16 does not overflow.
         yield f"{top_k} of {num_experts} experts", mix, (x / 256, random(ROWS, num_experts))

@@ -12,6 +12,7 @@ from triton_ops.implementation import GPU, Vendor, runs_triton
 from triton_ops.tuning import (
     copy_config,
     decode_config,
+    e4m3_linear_config,
     extend_config,
     shared_config,
     split_k_config,
@@ -24,6 +25,7 @@ CONFIGS: dict[str, Callable[[GPU], object]] = {
     "shared": lambda gpu: shared_config(gpu, 128, torch.bfloat16),
     "training": lambda gpu: training_config(gpu, 128, torch.bfloat16, kind="dkv"),
     "split-K": lambda gpu: split_k_config(gpu, 16, 1024, 2048, torch.bfloat16),
+    "e4m3": lambda gpu: e4m3_linear_config(gpu, 16, 1024),
     "copy": lambda gpu: copy_config(gpu, from_host=False, to_host=False),
 }
 
@@ -33,6 +35,18 @@ def test_gpus_of_other_vendors_have_no_configuration(name: str) -> None:
     assert CONFIGS[name](GPU(90, 132)) is not None
     with pytest.raises(ValueError, match="no configurations for AMD GPUs"):
         CONFIGS[name](GPU(90, 132, Vendor.AMD))
+
+
+def test_tiles_of_e4m3_lie_in_a_block_and_occupy_a_gpu() -> None:
+    """Scales of blocks are read once for all columns of a tile."""
+    gpu = GPU(90, 132)
+    for num_rows in (1, 16, 17, 64, 500, 5000):
+        for num_columns in (100, 1024, 4096, 28_672):
+            config = e4m3_linear_config(gpu, num_rows, num_columns)
+            assert 128 % config.columns == 0
+            assert 16 <= config.rows <= max(16, 2 * num_rows)
+            if num_rows <= 32 and num_columns == 4096:
+                assert num_columns // config.columns == 128
 
 
 def test_what_architectures_can_do() -> None:

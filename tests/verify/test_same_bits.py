@@ -12,7 +12,7 @@ import pytest
 from radixrt.config import RuntimeConfig
 from radixrt.sampling_params import SamplingParams
 from radixrt.verify import verify
-from tests.support.checkpoints import gemma2, gemma3, llama, qwen3, qwen3_moe, write
+from tests.support.checkpoints import gemma2, gemma3, glm4_moe, gpt_oss_in_mxfp4, llama, qwen3, qwen3_moe, write
 from tests.support.interpreter import require_interpreter
 
 FAMILIES = {
@@ -21,6 +21,8 @@ FAMILIES = {
     "Gemma 2": gemma2,  # softcaps, and windows in every second layer
     "Gemma 3": gemma3,
     "Qwen3-MoE": qwen3_moe,
+    "gpt-oss": gpt_oss_in_mxfp4,  # sinks
+    "GLM-4.5": glm4_moe,  # a router of sigmoids
 }
 # Every change of what is cached, of cuts and company; options that make another Runtime are in the long test.
 USUAL = ("cut-0", "together", "jitter-0", "chunks-64", "small-pool-jitter")
@@ -47,9 +49,9 @@ def params(count: int) -> list[SamplingParams]:
     return [SamplingParams(max_new_tokens=9, ignore_eos=True, **kinds[i % 3]) for i in range(count)]  # type: ignore[arg-type]
 
 
-# Qwen3-MoE has what Qwen3 has.
+# Gemma 3 has norms as Qwen3 has, gpt-oss experts as Qwen3-MoE has.
 @pytest.mark.long_unless(
-    kept=lambda given: given["family"] in ("Gemma 3", "Qwen3-MoE") and given["dtype"] == "float32"
+    kept=lambda given: given["family"] in ("Gemma 3", "gpt-oss") and given["dtype"] == "float32"
 )
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -237,17 +238,23 @@ def test_a_small_vocabulary() -> None:
 # One layer, hidden size 2, intermediate size 3, 2 heads and 1 KV head of size 2, 5 tokens: attention weights
 # 8 + 4 + 4 + 8, MLP 18, so 42; head 10; KV 4 values; attention 16 operations a pair of tokens.
 TOY = ModelShape(1, 2, 3, 2, 1, 2, 5)
+E4M3 = replace(TOY, layers_in_e4m3=True)
 FAST = 1e30  # a speed that never is what limits
 
 
 def test_shape() -> None:
     assert (TOY.layer_weights, TOY.head_weights, TOY.kv_bytes, TOY.attention_ops) == (42, 10, 8, 16)
+    assert (TOY.weight_bytes, TOY.layer_ops, TOY.weight_ops) == (2 * 52, 2 * 42, 2 * 52)
+    assert (E4M3.weight_bytes, E4M3.layer_ops, E4M3.weight_ops) == (42 + 2 * 10, 42, 42 + 2 * 10)
+    assert (E4M3.kv_bytes, E4M3.attention_ops) == (8, 16)
     assert (QWEN3.layer_weights + QWEN3.head_weights) == pytest.approx(0.596e9, rel=1e-3)  # 0.6B, as it is called
 
 
 def test_bound_of_a_prefill() -> None:
     # 3 tokens through the layers, 1 + 2 + 3 pairs, one row of the head.
     assert list_bound([prompt([1, 2, 3], 1)], TOY, DeviceSpeed(1.0, 1.0)) == 3 * 84 + 6 * 16 + 20
+    # Of e4m3 twice as many operations are done in the same time.
+    assert list_bound([prompt([1, 2, 3], 1)], E4M3, DeviceSpeed(1.0, 1.0)) == 3 * 42 + 6 * 16 + 20
     # The second prompt adds one token, which attends to three.
     twice = [prompt([1, 2, 3], 1), prompt([1, 2, 4], 1)]
     assert list_bound(twice, TOY, DeviceSpeed(1.0, 1.0)) == 4 * 84 + 9 * 16 + 2 * 20
@@ -262,6 +269,7 @@ def test_bound_of_a_decode() -> None:
     # Bytes: step 1 reads 52 weights of 2 bytes, 4 distinct tokens and 2 new ones; step 2 half the prompts' tokens
     # and the 2 tokens of the one that is left. KV is 8 bytes a token.
     assert list_bound(two, TOY, DeviceSpeed(1.0, FAST)) == pytest.approx(104 + 6 * 8 + 104 + (2 + 2) * 8)
+    assert list_bound(two, E4M3, DeviceSpeed(1.0, FAST)) == pytest.approx(62 + 6 * 8 + 62 + (2 + 2) * 8)
     # Operations: 104 a token and 16 a token that it attends to: 3 + 1 each, then 3 + 2.
     prefill = 4 * 84 + 9 * 16 + 2 * 20
     assert list_bound(two, TOY, DeviceSpeed(FAST, 1.0)) == prefill + 2 * (104 + 4 * 16) + 104 + 5 * 16

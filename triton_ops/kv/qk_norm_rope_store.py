@@ -21,13 +21,15 @@ from triton_ops.tuning import QK_NORM_ROPE
 class HeadNorm:
     """The norm of each query head and each key head by itself.
 
-    `q_weight` and `k_weight` are `[head_dim]` in the heads' dtype. `offset` is that of `rms_norm`.
+    `q_weight` and `k_weight` are `[head_dim]` in the heads' dtype. `offset` is that of `rms_norm`. It comes before
+    the rotation, or after it.
     """
 
     q_weight: Tensor
     k_weight: Tensor
     eps: float
     offset: float | None = None
+    after_rotation: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Rotation:
     cos_sin_cache: Tensor
     positions: Tensor
     interleaved: bool = False
+    q_factors: Tensor | None = None
 
 
 def qk_norm_rope_store(
@@ -50,7 +53,8 @@ def qk_norm_rope_store(
     rotation: Rotation | None = None,
     impl: Impl = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Norm q and k head by head, rotate them, and write k and v into the pool (`kv_store`). All in place.
+    """Norm q and k head by head, rotate them (or the other way round, see `HeadNorm`), and write k and v into the
+    pool (`kv_store`). All in place.
 
     A pool of e4m3 receives k and v divided by their heads' scales (`quantise`). Then k and v become the numbers
     that the pool holds, not multiplied by the scales: new tokens attend to what later ones will.
@@ -79,13 +83,19 @@ def qk_norm_rope_store(
     if runs_triton(impl, q.device):
         return _launch(q, k, v, kv, out_cache_loc, norm, rotation)
     new_q, new_k = q, k
-    if norm is not None:
-        new_q = rms_norm(q, norm.q_weight, norm.eps, offset=norm.offset, impl="torch")
-        new_k = rms_norm(k, norm.k_weight, norm.eps, offset=norm.offset, impl="torch")
+    if norm is not None and not norm.after_rotation:
+        new_q, new_k = _normed(norm, new_q, new_k)
     if rotation is not None:
         new_q, new_k = apply_rotary(
-            new_q, new_k, rotation.cos_sin_cache, rotation.positions, interleaved=rotation.interleaved
+            new_q,
+            new_k,
+            rotation.cos_sin_cache,
+            rotation.positions,
+            interleaved=rotation.interleaved,
+            q_factors=rotation.q_factors,
         )
+    if norm is not None and norm.after_rotation:
+        new_q, new_k = _normed(norm, new_q, new_k)
     if new_q is not q:
         q.copy_(new_q)
         k.copy_(new_k)
@@ -96,6 +106,13 @@ def qk_norm_rope_store(
     if kv.k_scale is None or q.dtype != torch.bfloat16:
         return q, k, v
     return _become_float16(q), _become_float16(k), _become_float16(v)
+
+
+def _normed(norm: HeadNorm, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    return (
+        rms_norm(q, norm.q_weight, norm.eps, offset=norm.offset, impl="torch"),
+        rms_norm(k, norm.k_weight, norm.eps, offset=norm.offset, impl="torch"),
+    )
 
 
 def _become_float16(x: Tensor) -> Tensor:
@@ -161,6 +178,7 @@ def _launch(
         None if norm is None else norm.k_weight,
         None if rotation is None else rotation.cos_sin_cache,
         None if rotation is None else rotation.positions,
+        None if rotation is None else rotation.q_factors,
         kv.k_scale,
         kv.v_scale,
         num_tokens,
@@ -174,6 +192,7 @@ def _launch(
         0.0 if norm is None else norm.eps,
         OFFSET=None if norm is None else norm.offset,
         INTERLEAVED=rotation is not None and rotation.interleaved,
+        NORM_LAST=norm is not None and norm.after_rotation,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -204,6 +223,7 @@ def _qk_norm_rope_store_kernel(
     k_weight_ptr,
     cos_sin_ptr,
     position_ptr,
+    q_factor_ptr,
     k_scale_ptr,
     v_scale_ptr,
     num_tokens,
@@ -217,6 +237,7 @@ def _qk_norm_rope_store_kernel(
     eps,
     OFFSET: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    NORM_LAST: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -239,11 +260,13 @@ def _qk_norm_rope_store_kernel(
             q_weight_ptr,
             cos_sin_ptr,
             position_ptr,
+            q_factor_ptr,
             token,
             token < num_tokens,
             eps,
             OFFSET,
             INTERLEAVED,
+            NORM_LAST,
             HEAD_DIM,
             ROTARY_DIM,
             HALF,
@@ -271,11 +294,13 @@ def _qk_norm_rope_store_kernel(
                 k_weight_ptr,
                 cos_sin_ptr,
                 position_ptr,
+                None,
                 token,
                 is_live,
                 eps,
                 OFFSET,
                 INTERLEAVED,
+                NORM_LAST,
                 HEAD_DIM,
                 ROTARY_DIM,
                 HALF,
@@ -292,18 +317,21 @@ def _norm_and_rotate(
     weight_ptr,
     cos_sin_ptr,
     position_ptr,
+    factor_ptr,
     token,
     is_live,
     eps,
     OFFSET: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    NORM_LAST: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
     TO_FLOAT16: tl.constexpr,
 ):
-    """Norm and rotate the heads that begin at `heads [ROWS, 1]`. The result goes there and, divided by
+    """Norm and rotate the heads that begin at `heads [ROWS, 1]`; what is rotated is multiplied by the factors of
+    positions, unless they are None. The result goes there and, divided by
     `pool_scale` `[ROWS, 1]` if there is one, to `pool_heads` unless that is None.
 
     A head is held in up to three parts: the first elements of its pairs, the second ones, and the unrotated rest.
@@ -326,6 +354,13 @@ def _norm_and_rotate(
         angles = cos_sin_ptr + (position * ROTARY_DIM)[:, None] + pair
         cos = tl.load(angles, mask=is_pair, other=0.0)
         sin = tl.load(angles + ROTARY_DIM // 2, mask=is_pair, other=0.0)
+        if factor_ptr is not None:
+            factor = tl.load(factor_ptr + position, mask=is_live, other=0.0)[:, None]
+            cos *= factor
+            sin *= factor
+        if NORM_LAST:
+            first, second = _turn(first, second, cos, sin, dtype)
+            first, second = first.to(tl.float32), second.to(tl.float32)
         if weight_ptr is not None:
             square += tl.sum(first * first + second * second, axis=1, keep_dims=True)
     if REST > 0:
@@ -353,8 +388,10 @@ def _norm_and_rotate(
         pool_rest = None if pool_heads is None else pool_heads + unrotated
         _store(rest, heads + unrotated, pool_rest, pool_scale, is_unrotated, weight_ptr is not None, TO_FLOAT16)
     if ROTARY_DIM > 0:
-        turned = (first * cos - second * sin).to(dtype)
-        turned_second = (second * cos + first * sin).to(dtype)
+        if NORM_LAST:
+            turned, turned_second = first.to(dtype), second.to(dtype)
+        else:
+            turned, turned_second = _turn(first, second, cos, sin, dtype)
         if INTERLEAVED:
             joined = tl.reshape(tl.join(turned, turned_second), [turned.shape[0], 2 * HALF])
             pool_both = None if pool_heads is None else pool_heads + both
@@ -365,6 +402,12 @@ def _norm_and_rotate(
             pool_second = None if pool_heads is None else pool_heads + second_pair
             _store(turned, heads + pair, pool_pair, pool_scale, is_pair, True, TO_FLOAT16)
             _store(turned_second, heads + second_pair, pool_second, pool_scale, is_pair, True, TO_FLOAT16)
+
+
+@triton.jit
+def _turn(first, second, cos, sin, dtype: tl.constexpr):
+    """Pairs of float32 turned by their angles, in `dtype`."""
+    return (first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)
 
 
 @triton.jit

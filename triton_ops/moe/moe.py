@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -12,27 +13,40 @@ from triton_ops.activations.elementwise import row_and_columns
 from triton_ops.activations.silu_and_mul import silu_and_mul
 from triton_ops.implementation import Impl, cdiv, next_power_of_2, runs_triton, tl, triton
 from triton_ops.linear.ordered_linear import ordered_linear
+from triton_ops.moe.mxfp4 import GROUP, Mxfp4, dequantised_tile
 from triton_ops.tuning import ELEMENTWISE, expert_config, expert_rows
+
+# From gate | up `[..., 2 * size]` to `[..., size]`, with `deterministic` and `impl` as `silu_and_mul` has them.
+Activation = Callable[..., Tensor]
+Matrices = Tensor | Mxfp4
+_Weights = tuple[Matrices, Tensor | None]  # of all experts, and their biases
 
 
 def moe(
     x: Tensor,
     weights: Tensor,
     experts: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Matrices,
+    down: Matrices,
     *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: Activation = silu_and_mul,
     deterministic: bool = False,
     impl: Impl = "auto",
 ) -> Tensor:
-    """For each token, the sum of its experts' outputs `down(silu(gate(x)) * up(x))` times their weights.
+    """For each token, the sum of its experts' outputs `down(activation(gate(x) | up(x)))` times their weights.
 
     Args:
         x: `[num_tokens, hidden_size]`, any float dtype.
         weights: float32 `[num_tokens, top_k]`.
         experts: int64 `[num_tokens, top_k]`, each below `num_experts`, no two of a token's the same.
-        gate_up: `[num_experts, 2 * intermediate_size, hidden_size]` in x's dtype: gate over up.
-        down: `[num_experts, hidden_size, intermediate_size]` in x's dtype.
+        gate_up: `[num_experts, 2 * intermediate_size, hidden_size]` in x's dtype or MXFP4: gate over up.
+        down: `[num_experts, hidden_size, intermediate_size]`, likewise. Results of MXFP4 are those of the same
+            matrices dequantised to x's dtype, which all of them never are at once.
+        gate_up_bias, down_bias: `[num_experts, 2 * intermediate_size]` and `[num_experts, hidden_size]` in x's
+            dtype, added before a product is rounded; None: none.
+        activation: of gate | up, in both forms; SwiGLU's by default.
         deterministic: the bits of a token's result depend on its own row, weights and experts alone. The kernels
             see to that in any case: see `_expert_product_kernel`.
 
@@ -43,26 +57,52 @@ def moe(
     Experts without tokens cost nothing. On a GPU the torch form waits for the device, to read how many tokens each
     expert has; the kernels do not.
     """
+    matrices = ((gate_up, gate_up_bias), (down, down_bias))
     if runs_triton(impl, x.device):
-        return _launch(x, weights, experts, gate_up, down)
-    return _moe_fast_cpu(x, weights, experts, gate_up, down, deterministic)
+        return _launch(x, weights, experts, matrices, activation)
+    return _moe_fast_cpu(x, weights, experts, matrices, activation, deterministic)
 
 
-def moe_reference(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def _swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2)
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+def moe_reference(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: Matrices,
+    down: Matrices,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: Callable[[Tensor], Tensor] = _swiglu,
+) -> Tensor:
     """What `moe` means, in float64: token by token, and for each the sum over its experts."""
-    x, gate_up, down = x.double(), gate_up.double(), down.double()
-    out = torch.zeros_like(x)
+    x, out = x.double(), torch.zeros_like(x, dtype=torch.float64)
+
+    def product(row: Tensor, matrices: Matrices, biases: Tensor | None, expert: int) -> Tensor:
+        result = _matrix(matrices, expert, torch.float64).double() @ row
+        return result if biases is None else result + biases[expert].double()
+
     for token, (row, chosen) in enumerate(zip(weights.tolist(), experts.tolist(), strict=True)):
         for weight, expert in zip(row, chosen, strict=True):
-            gate, up = (gate_up[expert] @ x[token]).chunk(2)
-            out[token] += weight * (down[expert] @ (gate / (1 + torch.exp(-gate)) * up))
+            activated = activation(product(x[token], gate_up, gate_up_bias, expert))
+            out[token] += weight * product(activated, down, down_bias, expert)
     return out
 
 
 def _moe_fast_cpu(
-    x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, deterministic: bool
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    matrices: tuple[_Weights, _Weights],
+    activation: Activation,
+    deterministic: bool,
 ) -> Tensor:
     """Expert by expert, the rows of each together."""
+    (gate_up, gate_up_bias), (down, down_bias) = matrices
     product = partial(ordered_linear, impl="torch") if deterministic else linear
     top_k = experts.shape[1]
     parts = x.new_empty(experts.numel(), x.shape[1])
@@ -71,8 +111,9 @@ def _moe_fast_cpu(
     for expert, chosen in enumerate(torch.split(order, counts.tolist())):
         if chosen.shape[0] == 0:
             continue
-        gated = product(x[chosen // top_k], gate_up[expert])
-        parts[chosen] = product(silu_and_mul(gated, deterministic=deterministic, impl="torch"), down[expert])
+        gated = product(x[chosen // top_k], _matrix(gate_up, expert, x.dtype), _of(gate_up_bias, expert))
+        activated = activation(gated, deterministic=deterministic, impl="torch")
+        parts[chosen] = product(activated, _matrix(down, expert, x.dtype), _of(down_bias, expert))
     # One choice after the other: a token's sum does not depend on which of its experts came first.
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for part, weight in zip(parts.view(-1, top_k, x.shape[1]).unbind(1), weights.unbind(1), strict=True):
@@ -80,17 +121,36 @@ def _moe_fast_cpu(
     return out.to(x.dtype)
 
 
-def _launch(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def _matrix(matrices: Matrices, expert: int, dtype: torch.dtype) -> Tensor:
+    matrix = matrices[expert]
+    return matrix.dequantised(dtype) if isinstance(matrix, Mxfp4) else matrix
+
+
+def _of(biases: Tensor | None, expert: int) -> Tensor | None:
+    return None if biases is None else biases[expert]
+
+
+def _launch(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    matrices: tuple[_Weights, _Weights],
+    activation: Activation,
+) -> Tensor:
+    (gate_up, gate_up_bias), (down, down_bias) = matrices
     (num_tokens, hidden_size), top_k = x.shape, experts.shape[1]
     num_experts, inner_size = gate_up.shape[0], down.shape[2]
-    for name, matrices, shape in (
+    for name, given, shape in (
         ("gate_up", gate_up, (num_experts, 2 * inner_size, hidden_size)),
         ("down", down, (num_experts, hidden_size, inner_size)),
+        ("gate_up_bias", gate_up_bias, (num_experts, 2 * inner_size)),
+        ("down_bias", down_bias, (num_experts, hidden_size)),
     ):
-        if matrices.shape != shape or not matrices.is_contiguous():
-            raise ValueError(f"{name} must be contiguous {[*shape]}, but is {[*matrices.shape]}")
-    if not x.dtype == gate_up.dtype == down.dtype:
-        raise ValueError(f"x, gate_up and down are {x.dtype}, {gate_up.dtype} and {down.dtype}")
+        if given is not None and (given.shape != shape or not given.is_contiguous()):
+            raise ValueError(f"{name} must be contiguous {[*shape]}, but is {[*given.shape]}")
+    dtypes = [x.dtype if isinstance(given, Mxfp4) else given.dtype for given in (gate_up, down)]
+    if dtypes != [x.dtype] * 2:
+        raise ValueError(f"x, gate_up and down are {x.dtype}, {dtypes[0]} and {dtypes[1]}")
     x, weights = x.contiguous(), weights.contiguous()
     chosen = experts.flatten()
     out = torch.empty_like(x)
@@ -98,7 +158,8 @@ def _launch(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: 
         return out
 
     # An expert's rows, each of them a token and one of its choices, are cut into tiles.
-    tile_rows = expert_rows(chosen.shape[0], num_experts, x.dtype)
+    mxfp4 = isinstance(gate_up, Mxfp4) or isinstance(down, Mxfp4)
+    tile_rows = expert_rows(chosen.shape[0], num_experts, x.dtype, mxfp4=mxfp4)
     order = chosen.argsort(stable=True)
     counts = torch.zeros(num_experts, dtype=torch.int64, device=x.device)
     counts.scatter_add_(0, chosen, torch.ones_like(chosen))
@@ -106,20 +167,27 @@ def _launch(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: 
     tile_ends = ((counts + tile_rows - 1) // tile_rows).cumsum(0)
     max_tiles = min(chosen.shape[0], num_experts) + chosen.shape[0] // tile_rows
 
-    def product(a: Tensor, matrices: Tensor, rows_of_a: int, *, to_order: bool) -> Tensor:
-        """Each row, in the order of experts, times its expert's matrix. A row of `a` is read `rows_of_a` times."""
+    def product(a: Tensor, matrices: Matrices, biases: Tensor | None, rows_of_a: int, *, to_order: bool) -> Tensor:
+        """Each row, in the order of experts, times its expert's matrix, plus its bias. A row of `a` is read
+        `rows_of_a` times.
+        """
         _, size, inner = matrices.shape
         result = torch.empty(chosen.shape[0], size, dtype=a.dtype, device=a.device)
         config = expert_config(tile_rows, size, inner, a.dtype)
+        numbers, scales = (matrices.blocks, matrices.scales) if isinstance(matrices, Mxfp4) else (matrices, None)
         _expert_product_kernel[(max_tiles * cdiv(size, config.columns),)](
             a,
-            matrices,
+            numbers,
+            scales,
+            biases,
             result,
             order,
             ends,
             tile_ends,
             CHOICES=rows_of_a,
             TO_ORDER=to_order,
+            HAS_BIAS=biases is not None,
+            GROUP=0 if scales is None else GROUP,
             NUM_EXPERTS=num_experts,
             EXPERT_BLOCK=next_power_of_2(num_experts),
             SIZE=size,
@@ -132,8 +200,8 @@ def _launch(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: 
         )
         return result
 
-    activated = silu_and_mul(product(x, gate_up, top_k, to_order=False), impl="triton")
-    parts = product(activated, down, 0, to_order=True)
+    activated = activation(product(x, gate_up, gate_up_bias, top_k, to_order=False), impl="triton")
+    parts = product(activated, down, down_bias, 0, to_order=True)
     block = min(ELEMENTWISE.size, max(16, next_power_of_2(hidden_size)))
     _weighted_sum_kernel[(num_tokens * cdiv(hidden_size, block),)](
         parts, weights, out, TOP_K=top_k, SIZE=hidden_size, BLOCK=block, num_warps=ELEMENTWISE.num_warps
@@ -145,12 +213,16 @@ def _launch(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: 
 def _expert_product_kernel(
     a_ptr,
     matrices_ptr,
+    scales_ptr,
+    biases_ptr,
     out_ptr,
     order_ptr,
     ends_ptr,
     tile_ends_ptr,
     CHOICES: tl.constexpr,
     TO_ORDER: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GROUP: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     EXPERT_BLOCK: tl.constexpr,
     SIZE: tl.constexpr,
@@ -159,14 +231,17 @@ def _expert_product_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Rows of `a [..., INNER]` times their experts' `[SIZE, INNER]`, transposed. A program computes a tile of one
-    expert.
+    """Rows of `a [..., INNER]` times their experts' `[SIZE, INNER]`, transposed, plus their biases `[SIZE]`. A
+    program computes a tile of one expert.
+
+    Matrices are MXFP4 with scales for GROUP elements each, or dense without scales if GROUP is 0.
 
     Row r in the order of experts is row `order[r]` in the order of tokens. If CHOICES is above 0, row
     `order[r] // CHOICES` of `a` is read, otherwise row r. If TO_ORDER, row `order[r]` is written, otherwise row r.
 
     A sum over INNER is one chain in ascending order, of single elements in float32 and of groups of 16 otherwise,
-    whatever ROWS and COLUMNS are: the bits of a row do not depend on its tile.
+    whatever ROWS and COLUMNS are: the bits of a row do not depend on its tile. (Before Hopper, the groups of MXFP4
+    are of elements that lie apart, of the same ones in all tiles: see `expert_rows`.)
     """
     num_columns: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
     tile = tl.program_id(0) // num_columns
@@ -185,18 +260,33 @@ def _expert_product_kernel(
         is_column = column < SIZE
         depth = tl.arange(0, DEPTH)
         a = a_ptr + a_row[:, None] * INNER + depth[None, :]
-        b = (
-            matrices_ptr
-            + expert.to(tl.int64) * SIZE * INNER
-            + column[None, :].to(tl.int64) * INNER
-            + depth[:, None]
-        )
+        if GROUP > 0:
+            group = tl.arange(0, DEPTH // GROUP)
+            nth_group = (expert.to(tl.int64) * SIZE + column)[:, None] * (INNER // GROUP) + group[None, :]
+            scales = scales_ptr + nth_group
+            b = matrices_ptr + nth_group[:, :, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, None, :]
+        else:
+            b = (
+                matrices_ptr
+                + expert.to(tl.int64) * SIZE * INNER
+                + column[None, :].to(tl.int64) * INNER
+                + depth[:, None]
+            )
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, INNER, DEPTH):
             is_inner = start + depth < INNER
             left = tl.load(a + start, mask=is_row[:, None] & is_inner[None, :], other=0.0)
-            right = tl.load(b + start, mask=is_inner[:, None] & is_column[None, :], other=0.0)
+            if GROUP > 0:
+                is_group = is_column[:, None] & (start + group * GROUP < INNER)[None, :]
+                blocks = tl.load(b + start // 2, mask=is_group[:, :, None], other=0)
+                scale = tl.load(scales + start // GROUP, mask=is_group, other=0)
+                right = tl.trans(dequantised_tile(blocks, scale, left.dtype))
+            else:
+                right = tl.load(b + start, mask=is_inner[:, None] & is_column[None, :], other=0.0)
             total = tl.dot(left, right, total, input_precision="ieee")
+        if HAS_BIAS:
+            bias = tl.load(biases_ptr + expert * SIZE + column, mask=is_column, other=0.0)
+            total += bias.to(tl.float32)[None, :]
         to = place if TO_ORDER else row
         out = out_ptr + to[:, None] * SIZE + column[None, :]
         tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])

@@ -35,7 +35,7 @@ def _ours(inputs: LinearInputs) -> Call:
     num_columns, depth = inputs.weight.shape
     placement = Placement(DTYPE, torch.device("meta"), "triton")
     projection = Linear(depth, num_columns, bias=False, placement=placement)
-    projection.weight = nn.Parameter(inputs.weight, requires_grad=False)
+    projection.weight.values = nn.Parameter(inputs.weight, requires_grad=False)
     return _call(lambda: projection(inputs.x, split_k_ok=True), inputs)
 
 

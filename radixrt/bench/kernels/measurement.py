@@ -24,6 +24,9 @@ from radixrt.bench.kernels.case import (
 from radixrt.bench.kernels.goals import published_times
 from radixrt.bench.kernels.roofline import EXPS_PER_SM, Bound, Machine
 from radixrt.bench.report import reason_of
+from triton_ops.implementation import gpu_of
+from triton_ops.kv.e4m3 import E4M3
+from triton_ops.linear.e4m3_linear import torch_scaled_product
 
 MAX_ERROR = 0.02
 """Relative error of a row beyond which a result is wrong: bf16 keeps 8 bits, a sum of products errs by more."""
@@ -257,8 +260,8 @@ class CudaTimer:
 
 
 def measure_machine(timer: Timer, device: torch.device) -> Machine:
-    """Measure this GPU: a copy of 1 GiB, within its memory and both ways to pinned host memory, and a bf16
-    product of 8192 x 8192 matrices.
+    """Measure this GPU: a copy of 1 GiB, within its memory and both ways to pinned host memory, and products of
+    8192 x 8192 matrices in bf16 and, on Hopper, in e4m3.
     """
     source = torch.zeros(2**30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -273,6 +276,11 @@ def measure_machine(timer: Timer, device: torch.device) -> Machine:
 
     product_seconds = timer.eager(product)
     properties = torch.cuda.get_device_properties(device)
+    e4m3_flops = None
+    if gpu_of(device).has_wgmma:
+        codes, scale = matrices.to(E4M3), torch.ones(8192, device=device)
+        given = codes[0], scale.unsqueeze(1), codes[1], scale, None, torch.bfloat16
+        e4m3_flops = 2 * 8192**3 / timer.eager(lambda: torch_scaled_product(*given, fast_sums=True))
     return Machine(
         name=properties.name,
         bandwidth=2 * 2**30 / copy_seconds,
@@ -281,6 +289,7 @@ def measure_machine(timer: Timer, device: torch.device) -> Machine:
         l2_bytes=properties.L2_cache_size,
         host_to_device=2**30 / to_device_seconds,
         device_to_host=2**30 / to_host_seconds,
+        e4m3_flops=e4m3_flops,
     )
 
 

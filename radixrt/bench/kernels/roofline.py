@@ -20,6 +20,7 @@ class Machine:
         exps: exponentials a second; not measured, see EXPS_PER_SM.
         l2_bytes: of its L2 cache.
         host_to_device, device_to_host: its link's bandwidth, in bytes/s, from and to pinned memory.
+        e4m3_flops: dense products of e4m3, in operations/s; None where torch's are not used.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Machine:
     l2_bytes: int
     host_to_device: float
     device_to_host: float
+    e4m3_flops: float | None = None
 
 
 EXPS_PER_SM = 3.9e12 / 132
@@ -46,7 +48,7 @@ class Bound:
 @dataclass(frozen=True)
 class Work:
     """Minimum work of an operation: bytes of device memory read and written once, operations of products,
-    exponentials, and bytes that cross the link to the host.
+    exponentials, and bytes that cross the link to the host. `in_e4m3`: the products are of e4m3.
     """
 
     bytes: float
@@ -54,6 +56,7 @@ class Work:
     exps: float = 0.0
     host_to_device: float = 0.0
     device_to_host: float = 0.0
+    in_e4m3: bool = False
 
     def link_seconds(self, machine: Machine) -> float:
         """The minimum time of the link."""
@@ -63,7 +66,7 @@ class Work:
         """max(bytes / bandwidth, flops / F, exps / E, link)."""
         times: dict[Limit, float] = {
             "bytes": self.bytes / machine.bandwidth,
-            "flops": self.flops / machine.flops,
+            "flops": self.flops / ((machine.e4m3_flops if self.in_e4m3 else None) or machine.flops),
             "exp": self.exps / machine.exps,
             "link": self.link_seconds(machine),
         }

@@ -18,8 +18,10 @@ from radixrt.bench.kernels.attention import attention_cases, attention_sweep
 from radixrt.bench.kernels.backward import backward_cases
 from radixrt.bench.kernels.case import Case
 from radixrt.bench.kernels.elementwise import elementwise_cases, elementwise_sweep
+from radixrt.bench.kernels.experts import experts_cases
 from radixrt.bench.kernels.kv_copy import kv_copy_cases
 from radixrt.bench.kernels.linear import linear_cases, linear_sweep
+from radixrt.bench.kernels.linear_fp8 import e4m3_cases
 from radixrt.bench.kernels.measurement import CudaTimer, Result, measure, measure_machine
 from radixrt.bench.kernels.roofline import Machine
 from radixrt.bench.kernels.sampling import sampling_cases, sampling_sweep
@@ -58,6 +60,8 @@ def choose_cases(options: Options) -> list[Case[Any]]:
         *elementwise_cases(),
         *sampling_cases(),
         *linear_cases(),
+        *e4m3_cases(),
+        *experts_cases(),
         *kv_copy_cases(),
     ]
     if options.sweep:
@@ -149,9 +153,10 @@ def draw_records(records_file: Path, plot_file: Path, only: Sequence[str] = ()) 
 
 def describe(machine: Machine) -> str:
     """The machine's measured speeds, in a line."""
+    e4m3 = "" if machine.e4m3_flops is None else f", of e4m3 {machine.e4m3_flops / 1e12:.0f}"
     return (
         f"{machine.name}: copies {machine.bandwidth / 1e12:.2f} TB/s (read and written), bf16 products of "
-        f"8192 x 8192 {machine.flops / 1e12:.0f} TFLOP/s, L2 {machine.l2_bytes / 2**20:.0f} MiB, link "
+        f"8192 x 8192 {machine.flops / 1e12:.0f} TFLOP/s{e4m3}, L2 {machine.l2_bytes / 2**20:.0f} MiB, link "
         f"{machine.host_to_device / 1e9:.1f} GB/s to the device and {machine.device_to_host / 1e9:.1f} from it; "
         f"not measured: exponentials {machine.exps / 1e12:.1f} T/s"
     )

@@ -149,6 +149,7 @@ class ShapeMeasurement:
             "model": str(model),
             "load_format": load_format,
             "device": options.device,
+            "quantization": options.quantization,
             "seed": options.seed,
             "chunked_prefill_size": scale.chunked_prefill_size,
             "max_total_tokens": scale.max_total_tokens,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from radixrt.schedule.answer import Answer
 from tests.support.world.model import continuation, histories, logprob_of
 
 if TYPE_CHECKING:
+    from tests.support.forms import RuleForm
     from tests.support.world.world import World
 
 MAX_TIMES_SKIPPED = 6
@@ -260,12 +261,14 @@ class Invariants:
                 answer.request.stop_ids,
                 answer.sample_index,
                 self.world.weights[id(answer)],
+                form := cast("RuleForm | None", answer.request.form),
             )
             name = "12: output does not depend on caching, chunking, retraction or batching"
             require(name, out == full[: len(out)], (answer.request.index, out, full))
             if answer.log.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                 require(name, out == full, (answer.request.index, out, full))
                 stopped = bool(out) and out[-1] in answer.request.stop_ids
+                stopped |= form is not None and bool(out) and not form.allowed(out)
                 require(name, stopped == (answer.log.finish_reason is FinishReason.STOP))
             name = "13: log-probabilities are those of the answer, where they are asked for"
             asked = out if answer.request.params.logprobs is not None else []

@@ -8,6 +8,7 @@ import numpy as np
 
 from radixrt.cache.radix_tree import Namespace
 from radixrt.schedule.passes import Logprobs
+from tests.support.forms import RuleForm
 
 VOCAB = 5
 MASK = (1 << 64) - 1
@@ -43,8 +44,19 @@ def histories(namespace: Namespace, tokens: Sequence[int], weights: int = 0) -> 
     return out
 
 
-def draw(read: int, sample_index: int) -> int:
-    return mix(read + sample_index * 0x2545F491 & MASK) % VOCAB
+def draw(read: int, sample_index: int, allowed: Sequence[int] = range(VOCAB)) -> int:
+    return allowed[mix(read + sample_index * 0x2545F491 & MASK) % len(allowed)]
+
+
+def form_of(length: int) -> RuleForm:
+    """A form of so many tokens: what may come next depends on all before it, and on how many these are."""
+
+    def allowed(tokens: Sequence[int]) -> set[int]:
+        if len(tokens) == length:
+            return set()
+        return {token for token in range(VOCAB) if (token + 2 * sum(tokens) + len(tokens)) % 3}
+
+    return RuleForm(VOCAB, allowed)
 
 
 def continuation(
@@ -54,6 +66,7 @@ def continuation(
     stop_ids: frozenset[int],
     sample_index: int = 0,
     weights: int = 0,
+    form: RuleForm | None = None,
 ) -> list[int]:
     """What the model says after a prompt when nothing goes wrong."""
     tokens, read = list(map(int, prompt)), start_of(namespace, weights)
@@ -61,9 +74,9 @@ def continuation(
         read = read_on(read, kv)
     out: list[int] = []
     while len(out) < count:
-        token = draw(read, sample_index)
+        token = draw(read, sample_index, range(VOCAB) if form is None else sorted(form.allowed(out)))
         out.append(token)
-        if token in stop_ids:
+        if token in stop_ids or (form is not None and not form.allowed(out)):
             break
         read = read_on(read, kv_of(read, token))
     return out

@@ -15,9 +15,20 @@ from radixrt.errors import DeviceLostError
 from radixrt.output import FinishReason
 from radixrt.schedule.answer import Answer
 from radixrt.schedule.booking import Booking
-from radixrt.schedule.passes import Pass, PassResult
+from radixrt.schedule.passes import PROCESSED, Pass, PassResult
+from tests.support.forms import allowed_by
 from tests.support.world.invariants import Violation, require
-from tests.support.world.model import NOT_FINITE, POISON, draw, histories, kv_of, logprobs_of, read_on, start_of
+from tests.support.world.model import (
+    NOT_FINITE,
+    POISON,
+    VOCAB,
+    draw,
+    histories,
+    kv_of,
+    logprobs_of,
+    read_on,
+    start_of,
+)
 
 
 class SimulatedFailure(RuntimeError):
@@ -33,6 +44,7 @@ class SimulatedPass:
     fails: bool = False
     poisoned: frozenset[int] = frozenset()
     verifies: frozenset[int] = frozenset()  # rows that draw after each new position: all but the first are drafts
+    masks: np.ndarray | None = None  # of its masked draws, once they are known
     result: PassResult | None = None
     error: Exception | None = None
 
@@ -72,7 +84,7 @@ class SimulatedRunner:
         self.queue: deque[SimulatedPass] = deque()  # launched, not yet run
         self.in_flight: deque[SimulatedPass] = deque()  # launched, not yet collected
         self.fail_launch = False
-        self.fail_run = False
+        self.fail_run = self.fail_draw = False
         self.fail_transfer: int | None = None  # transfers that are started before one fails
         self.poison_next = False
         self.pad_slot = 0
@@ -173,9 +185,14 @@ class SimulatedRunner:
         ]
         arrays = batch.sampling.arrays
         none = np.zeros(0, dtype=np.int32)
-        names = ("seeds", "sample_indices", "draw_positions")
         logprobs = np.isin(np.arange(len(expected)), arrays.get("logprob_rows", none))
-        columns = (batch.sampling.logits_rows, *(arrays.get(name, none) for name in names), logprobs)
+        parameters = []
+        for name in ("seeds", "sample_indices", "draw_positions"):
+            column = arrays.get(name, np.zeros(len(expected), np.int64)).copy()
+            if (masked := batch.sampling.masked) is not None:  # nothing else is processed
+                column[masked] = arrays[PROCESSED + name][arrays["masked_rows"]]
+            parameters.append(column)
+        columns = (batch.sampling.logits_rows, *parameters, logprobs)
         drawn = list(zip(*columns, strict=False))
         require("8: a token is drawn for its own answer", drawn == expected, expected)
 
@@ -201,9 +218,23 @@ class SimulatedRunner:
             self.booking, snapshots, lines, self.transfers_started, self.fail_run, poisoned, self.verifies
         )
         self.fail_run = self.poison_next = False
+        waits = [one for one in self.in_flight if one.batch.sampling.masked is not None and one.masks is None]
+        self._require("19: no pass overtakes one that waits for masks", not waits)
         self.queue.append(flight)
         self.in_flight.append(flight)
         return flight
+
+    def draw_masked(self, handle: SimulatedPass, masks: np.ndarray) -> None:
+        masked = handle.batch.sampling.masked
+        self._require("19: masks are those of the masked draws", masked is not None and len(masks) == len(masked))
+        self._require("19: masks come once, to a pass whose draws wait for them", handle.masks is None)
+        handle.masks = masks.copy()
+        if self.fail_draw:
+            self.fail_draw = False
+            while handle in self.queue:  # what was launched of it runs all the same
+                self.run_next()
+            self.in_flight.remove(handle)
+            raise SimulatedFailure("draw")
 
     def collect(self, handle: SimulatedPass) -> PassResult:
         assert handle is self.in_flight[0], "passes are collected in order"
@@ -291,7 +322,10 @@ class SimulatedRunner:
                 wrong = [k for k, (token, draft) in enumerate(zip(draws, drafts, strict=False)) if token != draft]
                 accepted[i] = wrong[0] + 1 if wrong else len(draws)
             else:
-                draws = [draw(read, answer.sample_index + k) for k in range(batch.num_samples[i])]
+                draws = [
+                    draw(read, answer.sample_index + k, self._allowed(flight, i, k))
+                    for k in range(batch.num_samples[i])
+                ]
                 accepted[i] = len(draws)
             if draws:
                 self.last_token[row] = draws[accepted[i] - 1 if i in flight.verifies else 0]
@@ -309,6 +343,19 @@ class SimulatedRunner:
             logprobs_of(asked) if asked else None,
             logprobs_of(batch.scored_targets.tolist()),
         )
+
+    def _allowed(self, flight: SimulatedPass, i: int, k: int) -> Sequence[int]:
+        """The tokens that the k-th draw of row `i` may have."""
+        masked, counts = flight.batch.sampling.masked, flight.batch.num_samples
+        if masked is None:
+            return range(VOCAB)
+        places = np.flatnonzero(masked == counts[:i].sum() + k)
+        has_form = flight.booking.answers[i].request.form is not None
+        self._require("19: the draws of answers with a form are masked", has_form == bool(len(places)))
+        if not has_form:
+            return range(VOCAB)
+        assert flight.masks is not None
+        return allowed_by(flight.masks[places[0]], VOCAB)
 
     def _order(self, flight: SimulatedPass) -> list[int]:
         """The rows of a pass, each after those that write what it reads.

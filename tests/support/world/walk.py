@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 
 from radixrt.schedule.policy import SchedulePolicy
+from tests.support.forms import RuleForm
 from tests.support.world.invariants import is_extending
-from tests.support.world.model import VOCAB
+from tests.support.world.model import VOCAB, form_of
 from tests.support.world.world import Sizes, World
 
 PRIORITIES = (0, 0, 0, -1, 2)
@@ -18,7 +19,7 @@ class Walk:
     def __init__(self, world: World, seed: int, faults: int = 1) -> None:
         self.world = world
         self.faults = faults
-        self.random, self.other = random.Random(seed), random.Random(seed)
+        self.random, self.other, self.of_forms = (random.Random(seed) for _ in range(3))
 
     def prompt(self) -> list[int]:
         """Fresh, a repetition, or something that shares a prefix with an earlier answer or its answer."""
@@ -43,6 +44,11 @@ class Walk:
             out.append((known + [r.randrange(VOCAB) for _ in range(r.randint(1, 4))])[:24])
         return out
 
+    def form(self) -> RuleForm | None:
+        """For some requests, in a world of forms."""
+        has_form = self.world.sizes.forms and self.of_forms.random() < 0.5
+        return form_of(self.of_forms.randint(1, 9)) if has_form else None
+
     def act(self) -> None:
         world, r = self.world, self.random
         action = r.random()
@@ -58,9 +64,11 @@ class Walk:
                     namespace=namespace,
                     scored_from=r.choice([None, None, None, 0, len(own) // 2, len(own) - 1]),
                     priority=self.other.choice(PRIORITIES),
+                    form=self.form(),
                 )
         elif action < 0.30:
-            world.submit(self.prompt(), r.randint(1, 8), n=r.randint(2, 5), priority=self.other.choice(PRIORITIES))
+            prompt, most, n = self.prompt(), r.randint(1, 8), r.randint(2, 5)
+            world.submit(prompt, most, n=n, priority=self.other.choice(PRIORITIES), form=self.form())
         elif action < 0.32:
             forked = [q for q in world.answers[-12:] if q.known_len < 28]
             if forked:
@@ -99,6 +107,7 @@ class Walk:
             if world.host_slots is not None and r.random() < 0.02 * self.faults:
                 world.runner.fail_transfer = r.randint(0, 2)
             world.runner.fail_run |= 0.03 <= fault < 0.04
+            world.runner.fail_draw |= world.sizes.forms and self.of_forms.random() / self.faults < 0.01
             world.runner.poison_next |= 0.04 <= fault < 0.06
             world.step()
         world.check()

@@ -15,6 +15,7 @@ from radixrt.cache.radix_tree import DEVICE, HOST, Match, Namespace, Node
 from radixrt.cache.snapshot import TreeSnapshot, take_snapshot
 from radixrt.engine.driver import Driver
 from radixrt.engine.engine import Engine
+from radixrt.forms.matcher import Form
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.answer import Answer
 from radixrt.schedule.booking import Booking
@@ -52,6 +53,7 @@ class Sizes:
     drafts: bool = False  # decodes verify drafts; only if none is in flight meanwhile
     families: bool = False  # walks submit prompts that begin with one another, together
     drops: bool = False  # some requests say how little of them later ones need
+    forms: bool = False  # some answers have a form; not beside drafts
 
 
 class CheckedEngine:
@@ -320,6 +322,7 @@ class World:
         n: int = 1,
         scored_from: int | None = None,
         priority: int = 0,
+        form: Form | None = None,
     ) -> Request:
         """A request that nobody has submitted. Some want log-probabilities, some have many stop tokens, and some
         leave no more than a part of their prompt to others.
@@ -343,6 +346,7 @@ class World:
             namespace=namespace or self.namespace(),
             reusable_len=index % (len(prompt) + 1) if self.sizes.drops and index % 3 == 2 else None,
             priority=priority,
+            form=form,
         )
 
     def submit(
@@ -355,6 +359,7 @@ class World:
         n: int = 1,
         scored_from: int | None = None,
         priority: int = 0,
+        form: Form | None = None,
     ) -> Answer | None:
         """Queue a request; None if it can never run."""
         request = self.request(
@@ -365,6 +370,7 @@ class World:
             n=n,
             scored_from=scored_from,
             priority=priority,
+            form=form,
         )
         return next(iter(self.submit_all([request])), None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from tests.support.elementwise_cases import KERNEL_DTYPES, assert_same, random
+from triton_ops.activations.clamped_swiglu import clamped_swiglu
 from triton_ops.activations.gelu_and_mul import gelu_and_mul
 from triton_ops.activations.gelu_fast import gelu_fast
 from triton_ops.activations.gelu_new import gelu_new
@@ -21,6 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")  #
 
 ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "silu_and_mul": silu_and_mul,
+    "clamped_swiglu": clamped_swiglu,
     "gelu_and_mul": partial(gelu_and_mul, approximate="none"),
     "gelu_and_mul, tanh": partial(gelu_and_mul, approximate="tanh"),
     "gelu_new": gelu_new,
@@ -79,6 +82,12 @@ def test_gated_activations_are_those_of_transformers(kernel_device: torch.device
     ):
         expected = ACT2FN[theirs](gate) * up
         torch.testing.assert_close(ACTIVATIONS[ours](x, impl="triton"), expected, atol=1e-5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_a_clamp_shows_nan(impl: Any, kernel_device: torch.device) -> None:
+    x = torch.tensor([[torch.nan, 1.0, 9.0, 1.0, torch.nan, 9.0]], device=kernel_device)
+    assert clamped_swiglu(x, impl=impl).isnan().tolist() == [[True, True, False]]
 
 
 def test_gates_are_of_even_size(kernel_device: torch.device) -> None:

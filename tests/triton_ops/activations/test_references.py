@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.elementwise_cases import DTYPES, assert_matches, random
+from triton_ops.activations.clamped_swiglu import clamped_swiglu
 from triton_ops.activations.gelu_and_mul import gelu_and_mul
 from triton_ops.activations.silu_and_mul import silu_and_mul
 from triton_ops.attention.soft_cap import soft_cap
@@ -27,6 +28,27 @@ def test_silu_and_mul(dtype: torch.dtype, shape: tuple[int, int]) -> None:
 def test_silu_and_mul_at_the_extremes() -> None:
     x = torch.tensor([[100.0, -100.0, 0.0, 2.0, 2.0, 2.0]])
     torch.testing.assert_close(silu_and_mul(x), torch.tensor([[200.0, 0.0, 0.0]]))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5, 32), (1, 2), (0, 8)])
+def test_clamped_swiglu(dtype: torch.dtype, shape: tuple[int, int], deterministic: bool) -> None:
+    """Many elements are beyond the limit of 7, on both sides."""
+    x = random(*shape, dtype=dtype) * 9
+    gate, up = x.double().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    exact = gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
+    assert_matches(clamped_swiglu(x, deterministic=deterministic), exact, dtype)
+
+
+def test_clamped_swiglu_at_the_extremes() -> None:
+    x = torch.tensor([[1e4, -1e4, 0.0, 7.0, 7.0, 7.0, 9.0, 9.0, -9.0, 9.0, -9.0, 7.0]])
+    for deterministic in (False, True):
+        out = clamped_swiglu(x, deterministic=deterministic)
+        assert out[0, 1] == out[0, 2] == 0
+        assert out[0, 0] == out[0, 3] > 0 > out[0, 4]
+        assert out[0, 3] == out[0, 5]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -131,6 +131,44 @@ def test_groups_of_heads_with_and_without_positions(
         check_heads(lambda num_tokens=num_tokens: Heads(num_tokens, *heads, 24, **options), **steps)
 
 
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@pytest.mark.parametrize("norm", ["rms", "1 + w"])
+def test_a_norm_after_the_rotation(norm: str, dtype: torch.dtype, kernel_device: torch.device) -> None:
+    """Not what it is before: the weights of a pair differ."""
+    options: dict[str, Any] = {"dtype": dtype, "device": kernel_device}
+    for rotary_dim, interleaved in ((48, False), (20, True), (0, False)):
+        steps = steps_of(48, 9, norm=norm, rotary_dim=rotary_dim, interleaved=interleaved, **options)
+        last = {**steps, "norm": replace(steps["norm"], after_rotation=True)}
+        make = partial(Heads, 9, 6, 2, 48, **options)
+        check_heads(make, **last)
+        before, after = make(), make()
+        before.run("triton", **steps)
+        after.run("triton", **last)
+        for ours, theirs in ((before.q, after.q), (before.k, after.k)):
+            assert torch.allclose(ours, theirs, atol=0.1) == (rotary_dim == 0)
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@pytest.mark.parametrize("norm", ["", "rms"])
+def test_factors_on_queries(norm: str, dtype: torch.dtype, kernel_device: torch.device) -> None:
+    """By position, on what is rotated of q alone."""
+    options: dict[str, Any] = {"dtype": dtype, "device": kernel_device}
+    off = 1e-6 if dtype == torch.float32 else 2e-2
+    for rotary_dim in (48, 20):
+        steps = steps_of(48, 9, norm=norm, rotary_dim=rotary_dim, **options)
+        factors = torch.linspace(1.0, 3.0, 50).to(kernel_device)
+        scaled = {**steps, "rotation": replace(steps["rotation"], q_factors=factors)}
+        make = partial(Heads, 9, 6, 2, 48, **options)
+        check_heads(make, **scaled)
+        plain, other = make(), make()
+        plain.run("triton", **steps)
+        other.run("triton", **scaled)
+        assert torch.equal(plain.k, other.k)
+        expected = plain.q.float()
+        expected[..., :rotary_dim] *= factors[steps["rotation"].positions.long()].view(-1, 1, 1)
+        torch.testing.assert_close(other.q.float(), expected, atol=off, rtol=off)
+
+
 @pytest.mark.parametrize("stacked", [False, True])
 def test_pools_of_another_dtype(stacked: bool, kernel_device: torch.device) -> None:
     options: dict[str, Any] = {"dtype": torch.float32, "device": kernel_device}

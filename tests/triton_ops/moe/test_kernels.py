@@ -11,7 +11,9 @@ from torch import Tensor
 from layers.products import revealing_inputs
 from tests.support.interpreter import require_interpreter
 from tests.support.row_bits import ROWS, differing_counts
+from triton_ops.activations.clamped_swiglu import clamped_swiglu
 from triton_ops.moe.moe import moe
+from triton_ops.moe.topk_sigmoid import topk_sigmoid
 from triton_ops.moe.topk_softmax import topk_softmax
 
 # The interpreter does not know bfloat16.
@@ -46,6 +48,54 @@ def test_topk_softmax(
     assert (weights.dtype, experts.dtype) == (torch.float32, torch.int64)
     assert torch.equal(experts, expected_experts)
     torch.testing.assert_close(weights, expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k"),
+    [(1, 8, 2), (300, 128, 8), (17, 60, 4), (5, 1, 1), (3, 6, 6), (0, 8, 2)],
+)
+def test_topk_sigmoid(
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    renormalize: bool,
+    dtype: torch.dtype,
+    kernel_device: torch.device,
+) -> None:
+    """Of equals the first expert is chosen: logits repeat where there are many experts."""
+    chance = torch.Generator().manual_seed(0)
+    logits = (torch.rand(num_tokens, num_experts, generator=chance).argsort(-1) // 2 / 16 - 3).to(
+        kernel_device, dtype
+    )
+    correction = (torch.randint(0, 5, (num_experts,), generator=chance) / 64).to(kernel_device)
+    options = {"renormalize": renormalize, "factor": 2.5}
+    weights, experts = topk_sigmoid(logits, correction, top_k, **options, impl="triton")
+    expected, expected_experts = topk_sigmoid(logits, correction, top_k, **options, impl="torch")
+    assert (weights.dtype, experts.dtype) == (torch.float32, torch.int64)
+    assert torch.equal(experts, expected_experts)
+    torch.testing.assert_close(weights, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_sigmoids_of_a_row_of_nan_name_experts_that_exist(kernel_device: torch.device) -> None:
+    logits, correction = random(4, 6, dtype=torch.float32, device=kernel_device), torch.zeros(6)
+    logits[1], logits[2, 3], logits[3] = torch.nan, torch.nan, -torch.inf
+    weights, experts = topk_sigmoid(logits, correction.to(kernel_device), 3, renormalize=True, impl="triton")
+    assert weights[1].isnan().all()
+    assert weights[[0, 2]].isfinite().all(), "one of six that is NaN is not chosen"
+    assert (weights[3] == 0).all()
+    assert experts.min() >= 0
+    assert experts.max() < 6
+    assert all(row.unique().numel() == 3 for row in experts)
+
+
+def test_arguments_of_sigmoids_that_are_refused(kernel_device: torch.device) -> None:
+    logits, correction = torch.ones(2, 6, device=kernel_device), torch.ones(6, device=kernel_device)
+    with pytest.raises(ValueError, match=r"top_k must be 1 to 6 \(all experts\), but is 7"):
+        topk_sigmoid(logits, correction, 7, renormalize=True, impl="triton")
+    with pytest.raises(ValueError, match=r"correction must be float32 \[6\], but is torch.float16 \[6\]"):
+        topk_sigmoid(logits, correction.half(), 2, renormalize=True, impl="triton")
 
 
 def test_experts_of_a_row_of_nan_exist(kernel_device: torch.device) -> None:
@@ -97,6 +147,24 @@ def test_moe(
     torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "hidden", "inner"), [(9, 48, 24), (40, 20, 12), (100, 200, 144)])
+def test_biases_and_another_activation(
+    num_tokens: int, hidden: int, inner: int, dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    make = partial(random, dtype=dtype, device=kernel_device)
+    weights, experts = topk_softmax(make(num_tokens, 3, seed=1), 2, renormalize=True)
+    gate_up = make(3, 2 * inner, hidden, seed=2) / hidden**0.5
+    down = make(3, hidden, inner, seed=3) / inner**0.5
+    biases = {"gate_up_bias": make(3, 2 * inner, seed=4), "down_bias": make(3, hidden, seed=5)}
+    given = (make(num_tokens, hidden), weights, experts, gate_up, down)
+    out, expected = (
+        moe(*given, **biases, activation=clamped_swiglu, impl=impl)  # type: ignore[arg-type]
+        for impl in ("triton", "torch")
+    )
+    torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
 def test_experts_without_tokens_are_not_read(kernel_device: torch.device) -> None:
     make = partial(random, dtype=torch.float32, device=kernel_device)
     x, experts = make(3, 16), torch.tensor([[1], [3], [1]], device=kernel_device)
@@ -133,6 +201,8 @@ def test_experts_of_other_shapes_are_refused(kernel_device: torch.device) -> Non
         tensors = dict(zip(("x", "gate_up", "down"), wrong, strict=True))
         with pytest.raises(ValueError, match=message):
             moe(**tensors, weights=weights, experts=experts, impl="triton")
+    with pytest.raises(ValueError, match=r"down_bias must be contiguous \[3, 16\], but is \[16\]"):
+        moe(x, weights, experts, gate_up, down, down_bias=make(16), impl="triton")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

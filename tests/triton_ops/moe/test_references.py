@@ -1,4 +1,4 @@
-"""topk_softmax, and moe in torch, against what they mean."""
+"""topk_softmax, topk_sigmoid, and moe in torch, against what they mean."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from triton_ops.activations.clamped_swiglu import clamped_swiglu
 from triton_ops.moe.moe import moe, moe_reference
+from triton_ops.moe.topk_sigmoid import topk_sigmoid
 from triton_ops.moe.topk_softmax import topk_softmax
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -28,6 +30,19 @@ def test_moe(dtype: torch.dtype, num_tokens: int, num_experts: int, top_k: int) 
     out = moe(x, weights, experts, gate_up, down)
     assert out.dtype == dtype
     expected = moe_reference(x, weights, experts, gate_up, down)
+    torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_biases_and_another_activation(dtype: torch.dtype, deterministic: bool) -> None:
+    x = random(9, 16, dtype=dtype)
+    weights, experts = topk_softmax(random(9, 5, seed=1), 2, renormalize=True)
+    gate_up = random(5, 24, 16, dtype=dtype, seed=2) / 4
+    down = random(5, 16, 12, dtype=dtype, seed=3) / 4
+    biases = {"gate_up_bias": random(5, 24, dtype=dtype, seed=4), "down_bias": random(5, 16, dtype=dtype, seed=5)}
+    out = moe(x, weights, experts, gate_up, down, **biases, activation=clamped_swiglu, deterministic=deterministic)
+    expected = moe_reference(x, weights, experts, gate_up, down, **biases, activation=clamped_swiglu)
     torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
@@ -64,3 +79,24 @@ def test_topk_softmax(dtype: torch.dtype, renormalize: bool) -> None:
         assert (w.diff() <= 0).all()
         rest = row[[i for i in range(7) if i not in e.tolist()]]
         assert row[e].min() >= rest.max()
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize(("num_groups", "top_groups"), [(1, 1), (4, 2), (4, 4), (2, 1)])
+def test_topk_sigmoid(num_groups: int, top_groups: int, renormalize: bool, dtype: torch.dtype) -> None:
+    """Chosen expert by expert; the correction is greater than most differences of scores."""
+    num_experts, top_k, factor = 12, 3, 1.5
+    logits, correction = random(20, num_experts, dtype=dtype), random(num_experts, seed=1) / 2
+    options = {"renormalize": renormalize, "factor": factor, "num_groups": num_groups, "top_groups": top_groups}
+    weights, experts = topk_sigmoid(logits, correction, top_k, **options)
+    assert (weights.dtype, experts.dtype) == (torch.float32, torch.int64)
+    size, scores = num_experts // num_groups, torch.sigmoid(logits.float())
+    for row, w, e in zip(scores, weights, experts, strict=True):
+        good = (row + correction).tolist()
+        best = [sum(sorted(good[g * size : (g + 1) * size])[-2:]) for g in range(num_groups)]
+        groups = sorted(range(num_groups), key=lambda g: best[g])[-top_groups:]
+        among = [i for i in range(num_experts) if i // size in groups]
+        assert e.tolist() == sorted(among, key=lambda i: -good[i])[:top_k]
+        expected = row[e] * factor / (row[e].sum() if renormalize else 1.0)
+        torch.testing.assert_close(w, expected, atol=1e-6, rtol=1e-5)

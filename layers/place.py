@@ -1,0 +1,40 @@
+"""Where the tensors of a checkpoint go."""
+
+# Tests: tests/layers/test_weight.py, tests/models/test_quantization.py
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Place(Protocol):
+    """Where a stored tensor of this shape goes: a tensor of the model, or what makes one of it.
+
+    A place of a dtype of 8 bits takes that dtype alone, any other takes all floats of more bits.
+    """
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def copy_(self, source: Tensor, /) -> object:
+        """Take the stored tensor, which is on the CPU."""
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A `Place` that gives what it takes to `fill`."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    fill: Callable[[Tensor], object]
+
+    def copy_(self, source: Tensor, /) -> None:
+        self.fill(source)

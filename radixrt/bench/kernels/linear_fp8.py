@@ -1,0 +1,115 @@
+"""Projections of weights in e4m3, with the quantisation of x: as layers compute them, and in bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from radixrt.bench.kernels.case import Call, Case, Contender, Expected
+from radixrt.bench.kernels.roofline import Work
+from triton_ops.kv.e4m3 import E4M3, E4M3_MAX
+from triton_ops.linear.e4m3_linear import (
+    BLOCK,
+    dequantised_weight,
+    e4m3_linear,
+    quantise_rows,
+    quantised_weight,
+    scaled_product,
+    torch_scaled_product,
+)
+
+DTYPE = torch.bfloat16
+ROWS = (8, 64, 512, 2048, 16_384)
+# Of Llama 3.1 8B: q, k and v; o; gate and up; down.
+PROJECTIONS = ((4096, 6144), (4096, 4096), (4096, 28_672), (14_336, 4096))
+CHECKED_ROWS = 64  # in float32
+
+
+@dataclass(frozen=True)
+class E4M3Inputs:
+    """`x [M, K]`, `codes [N, K]` with `scale`, and `weight`, the same numbers in x's dtype."""
+
+    x: Tensor
+    codes: Tensor
+    scale: Tensor
+    weight: Tensor
+
+
+def _call(project: Callable[[], Tensor]) -> Call:
+    def results(out: Any) -> Sequence[Tensor]:
+        return (out,)
+
+    return Call(project, results)
+
+
+def _ours(inputs: E4M3Inputs) -> Call:
+    return _call(lambda: e4m3_linear(inputs.x, inputs.codes, inputs.scale, impl="triton"))
+
+
+def _by(product: Callable[..., Tensor], inputs: E4M3Inputs) -> Call:
+    """By one of the products of scales of rows."""
+
+    def project() -> Tensor:
+        codes, scale = quantise_rows(inputs.x, groups=False, impl="triton")
+        return product(codes, scale, inputs.codes, inputs.scale, None, inputs.x.dtype)
+
+    return _call(project)
+
+
+def _unquantised(inputs: E4M3Inputs) -> Call:
+    return _call(lambda: nn.functional.linear(inputs.x, inputs.weight))
+
+
+def _expected(inputs: E4M3Inputs) -> Expected:
+    """In float32: x is in e4m3 already, so that rounding it is no error."""
+    rows = torch.arange(min(CHECKED_ROWS, len(inputs.x)), device=inputs.x.device)
+    weight = dequantised_weight(inputs.codes, inputs.scale)
+    return Expected((inputs.x[rows].float() @ weight.T,), rows)
+
+
+def e4m3_case(num_rows: int, depth: int, num_columns: int, *, blocks: bool) -> Case[E4M3Inputs]:
+    """`num_rows` tokens, from `depth` to `num_columns` elements, with scales of blocks or of rows."""
+
+    def inputs(device: torch.device, copies: int) -> Sequence[E4M3Inputs]:
+        generator = torch.Generator(device).manual_seed(0)
+
+        def made() -> E4M3Inputs:
+            x = torch.randn(num_rows, depth, device=device, generator=generator).mul_(64)
+            x = x.clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3).to(DTYPE)
+            x[:, ::BLOCK] = E4M3_MAX  # all scales are 1
+            wide = torch.randn(num_columns, depth, device=device, generator=generator).mul_(depth**-0.5)
+            codes, scale = quantised_weight(wide, blocks=blocks)
+            return E4M3Inputs(x, codes, scale, dequantised_weight(codes, scale).to(DTYPE))
+
+        return [made() for _ in range(copies)]
+
+    contenders = [Contender("radixrt", _ours)]
+    if not blocks:
+        contenders += [
+            Contender("Triton", partial(_by, scaled_product)),
+            Contender("torch, fast sums", partial(_by, partial(torch_scaled_product, fast_sums=True))),
+        ]
+    # x and the weight are read, the result is written.
+    num_bytes = (num_rows * depth + num_rows * num_columns) * DTYPE.itemsize + num_columns * depth
+    return Case(
+        "linear-fp8",
+        f"{num_rows}x{depth} to {num_columns}",
+        "blocks" if blocks else "rows",
+        Work(num_bytes, flops=2.0 * num_rows * depth * num_columns, in_e4m3=True),
+        inputs,
+        _expected,
+        (*contenders, Contender("bf16", _unquantised)),
+    )
+
+
+def e4m3_cases() -> Iterator[Case[E4M3Inputs]]:
+    """The projections of Llama 3.1 8B."""
+    for depth, num_columns in PROJECTIONS:
+        for num_rows in ROWS:
+            for blocks in (False, True):
+                yield e4m3_case(num_rows, depth, num_columns, blocks=blocks)

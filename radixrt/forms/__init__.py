@@ -1,0 +1,3 @@
+"""Answers in a given form: which tokens may come next."""
+
+from __future__ import annotations

@@ -1,0 +1,51 @@
+"""Forms by rules over token ids, without a grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from radixrt.forms.matcher import WORD_BITS, Matcher
+
+Rule = Callable[[Sequence[int]], set[int]]  # from an answer's tokens to those that may come next
+
+
+@dataclass
+class RuleMatcher:
+    form: RuleForm
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.form.allowed(self.tokens)
+
+    def push(self, token_id: int) -> None:
+        if token_id not in self.form.allowed(self.tokens):
+            raise ValueError(f"{token_id} must not follow {self.tokens}")
+        self.tokens.append(token_id)
+
+
+@dataclass(frozen=True)
+class RuleForm:
+    """Complete where the rule allows nothing."""
+
+    vocab_size: int
+    allowed: Rule
+
+    def matcher(self) -> RuleMatcher:
+        return RuleMatcher(self)
+
+    def fill(self, matchers: Sequence[Matcher], masks: np.ndarray) -> None:
+        bits = np.zeros((len(matchers), masks.shape[1] * WORD_BITS), dtype=np.uint8)
+        for own, matcher in zip(bits, matchers, strict=True):
+            assert isinstance(matcher, RuleMatcher)
+            own[sorted(matcher.form.allowed(matcher.tokens))] = 1
+        masks[:] = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+
+
+def allowed_by(mask: np.ndarray, vocab_size: int) -> list[int]:
+    """The tokens of a mask."""
+    bits = np.unpackbits(np.ascontiguousarray(mask).view(np.uint8), bitorder="little")
+    return np.flatnonzero(bits[:vocab_size]).tolist()

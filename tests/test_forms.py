@@ -1,0 +1,199 @@
+"""Answers in a form, end to end: rules over token ids in the place of grammars."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from radixrt import FinishReason, Runtime
+from radixrt import SamplingParams as Params
+from radixrt.execution.model_runner import ModelRunner
+from radixrt.forms.matcher import Form
+from radixrt.output import RequestOutput
+from radixrt.schedule.request import Request
+from tests.support.checkpoints import VOCAB_SIZE, llama, write
+from tests.support.forms import RuleForm
+
+pytestmark = pytest.mark.usefixtures("device")
+
+GREEDY = Params(temperature=0, max_new_tokens=12, ignore_eos=True)
+RANDOM = Params(temperature=1.5, top_k=20, top_p=0.9, min_p=0.01, max_new_tokens=12, ignore_eos=True, seed=7)
+PROMPTS = [[*[5, 6, 7, 8, 9, 10, 11][:length], length] for length in (7, 7, 3, 5, 7, 1)]
+
+
+def steps(tokens: Sequence[int]) -> set[int]:
+    """Each token is a little greater than the one before; nothing follows beyond 60."""
+    last = tokens[-1] if tokens else 20
+    return set() if last > 60 else set(range(last + 1, last + 9))
+
+
+STEPS = RuleForm(VOCAB_SIZE, steps)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, device: torch.device) -> Path:
+    with torch.device("cpu"):
+        return write(llama(seed=4), tmp_path_factory.mktemp("llama"))
+
+
+@contextmanager
+def runtime_of(folder: Path, **options: Any) -> Iterator[Runtime]:
+    options = {"max_total_tokens": 2000} | options
+    with Runtime(folder, device=torch.get_default_device(), **options) as runtime:
+        yield runtime
+
+
+def generate(
+    runtime: Runtime, prompts: list[list[int]], params: Any, forms: Mapping[int, Form] = {}
+) -> list[RequestOutput]:
+    """With forms, by the places of prompts."""
+    builder, build = runtime.parts.builder, runtime.parts.builder.build
+
+    def with_form(*arguments: Any, **options: Any) -> Request:
+        request = build(*arguments, **options)
+        return replace(request, form=forms.get(request.index))
+
+    builder.build = with_form  # type: ignore[method-assign]
+    try:
+        return runtime.generate(prompts, params)
+    finally:
+        del builder.build
+
+
+def assert_formed(tokens: Sequence[int]) -> None:
+    for count in range(len(tokens)):
+        assert tokens[count] in steps(tokens[:count])
+
+
+@pytest.mark.parametrize("params", [GREEDY, RANDOM], ids=["greedy", "random"])
+def test_a_form_that_never_ends_is_a_list_of_allowed_tokens(folder: Path, params: Params) -> None:
+    """And nobody beside it gets other tokens."""
+    allowed = (3, 31, 32, 40, 41, 63, 64, 90)
+    form = RuleForm(VOCAB_SIZE, lambda tokens: set(allowed))
+    lists = [replace(params, allowed_token_ids=allowed if place % 2 else None) for place in range(len(PROMPTS))]
+    with runtime_of(folder) as runtime:
+        expected = runtime.generate(PROMPTS, lists)
+        runtime.flush_cache()
+        found = generate(runtime, PROMPTS, params, {1: form, 3: form, 5: form})
+    assert [output.token_ids for output in found] == [output.token_ids for output in expected]
+    assert {output.finish_reason for output in found} == {FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"overlap": False},
+        {"chunked_prefill_size": 3},
+        {"max_running_requests": 2},
+        {"max_total_tokens": 40},
+        {"deterministic": True},
+        {"enable_prefix_cache": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("params", [GREEDY, RANDOM], ids=["greedy", "random"])
+def test_answers_have_their_form_however_they_run(
+    folder: Path, device: torch.device, options: dict[str, Any], params: Params
+) -> None:
+    if device.type == "cuda" and "deterministic" in options:
+        options = {**options, "dtype": "bfloat16"}
+    forms = {0: STEPS, 2: STEPS, 3: STEPS, 4: STEPS}
+    with runtime_of(folder, **options) as runtime:
+        found = generate(runtime, PROMPTS, params, forms)
+    for place in forms:
+        tokens, output = found[place].token_ids, found[place]
+        assert_formed(tokens)
+        is_complete = not steps(tokens)
+        assert output.finish_reason is (FinishReason.STOP if is_complete else FinishReason.LENGTH)
+        assert is_complete or len(tokens) == params.max_new_tokens
+    assert len(found[1].token_ids) == len(found[5].token_ids) == params.max_new_tokens
+    if device.type == "cpu":
+        with runtime_of(folder) as runtime:
+            again = generate(runtime, PROMPTS, params, forms)
+        assert [output.token_ids for output in again] == [output.token_ids for output in found]
+
+
+def test_each_of_n_answers_has_the_form(folder: Path) -> None:
+    params = replace(RANDOM, n=5, max_new_tokens=20)
+    with runtime_of(folder) as runtime:
+        (output,) = generate(runtime, PROMPTS[:1], params, {0: STEPS})
+    assert len({tuple(one.token_ids) for one in output.outputs}) > 1
+    for one in output.outputs:
+        assert_formed(one.token_ids)
+        assert not steps(one.token_ids)
+        assert one.finish_reason is FinishReason.STOP
+
+
+def test_a_form_that_ends_with_the_last_token_is_complete(folder: Path) -> None:
+    form = RuleForm(VOCAB_SIZE, lambda tokens: {9} if len(tokens) < 3 else set())
+    with runtime_of(folder) as runtime:
+        (output,) = generate(runtime, PROMPTS[:1], replace(GREEDY, max_new_tokens=3), {0: form})
+    assert (output.token_ids, output.finish_reason) == ((9, 9, 9), FinishReason.STOP)
+
+
+def test_log_probabilities_of_what_was_drawn_leave_the_rest_out(folder: Path) -> None:
+    params = replace(RANDOM, logprobs=30, logprobs_mode="processed_logprobs", max_new_tokens=4)
+    with runtime_of(folder) as runtime:
+        (output,) = generate(runtime, PROMPTS[:1], params, {0: STEPS})
+        (plain,) = generate(runtime, PROMPTS[:1], replace(params, logprobs_mode="raw_logprobs"), {0: STEPS})
+    assert plain.token_ids == output.token_ids
+    logprobs = output.outputs[0].logprobs
+    assert logprobs is not None
+    for count, token in enumerate(logprobs):
+        assert {other for other, _ in token.top} <= steps(output.token_ids[:count])
+        assert np.isclose(sum(np.exp(logprob) for _, logprob in token.top), 1.0, atol=1e-3)
+
+
+def test_bans_and_a_form_that_leave_nothing_are_an_error(folder: Path) -> None:
+    form = RuleForm(VOCAB_SIZE, lambda tokens: {9})
+    with runtime_of(folder) as runtime:
+        params = [replace(GREEDY, bad_words=[[9]]), GREEDY]
+        bad, good = generate(runtime, PROMPTS[:2], params, {0: form})
+    assert bad.finish_reason is FinishReason.ERROR
+    assert "its form, allowed_token_ids and bad_words left no token to draw" in str(bad.error)
+    assert good.finish_reason is FinishReason.LENGTH
+
+
+def test_a_form_that_fails_costs_the_others_of_its_pass_alone(folder: Path) -> None:
+    """A mask that cannot be filled ends the answers of that pass; others go on."""
+
+    def failing(tokens: Sequence[int]) -> set[int]:
+        if len(tokens) == 2:
+            raise RuntimeError("no rule for this")
+        return {9}
+
+    with runtime_of(folder) as runtime:
+        bad, beside = generate(runtime, PROMPTS[:2], GREEDY, {0: RuleForm(VOCAB_SIZE, failing)})
+        (after,) = generate(runtime, PROMPTS[2:3], GREEDY, {0: STEPS})
+    assert bad.finish_reason is FinishReason.ERROR
+    assert "no rule for this" in str(bad.error)
+    assert beside.finish_reason is not None
+    assert_formed(after.token_ids)
+
+
+@pytest.mark.gpu
+def test_captured_passes_have_masks(folder: Path) -> None:
+    """As many answers as make captured decodes of several sizes, some of them with a form."""
+    prompts = [[5, 6, 7, place % 30 + 1, place % 7 + 1] for place in range(70)]
+    forms = dict.fromkeys(range(0, 70, 3), STEPS)
+    with Runtime(folder, device="cuda", max_total_tokens=4000) as runtime:
+        found = generate(runtime, prompts, RANDOM, forms)
+        assert runtime.parts.engine.runner.executor.graphs  # type: ignore[attr-defined]
+    for place in forms:
+        assert_formed(found[place].token_ids)
+
+
+def test_passes_without_forms_are_drawn_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    monkeypatch.setattr(ModelRunner, "draw_masked", lambda *_: called.append(1))
+    with runtime_of(folder) as runtime:
+        generate(runtime, PROMPTS, GREEDY)
+    assert not called

@@ -1,0 +1,299 @@
+"""A linear projection whose weight is in e4m3, 8 bits a number, with scales in float32: x is quantised, too, row
+by row or in groups of 128 of its elements, and e4m3 is multiplied by e4m3.
+
+The format is that of Micikevicius et al. (2022); blocks of 128 x 128 of a weight, with groups of 128 of x, are
+those of DeepSeek-V3 (2024).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from triton_ops.activations.elementwise import as_rows
+from triton_ops.implementation import Impl, cdiv, gpu_of, next_power_of_2, runs_triton, tl, triton
+from triton_ops.kv.e4m3 import E4M3, E4M3_MAX, to_e4m3
+from triton_ops.tuning import E4M3_ROW, e4m3_linear_config
+
+BLOCK = 128  # of a weight's rows and columns, and of x's columns, that have a scale in common
+# Of a row or group whose largest number is smaller, all zeros among them, the scale is as if that were it.
+SMALLEST_MAX = 2.0**-64
+FAST_SUMS = False  # of torch's product: all in a tensor core's accumulator, which has fewer bits than float32
+
+
+# --- weights ---
+
+
+def quantised_weight(weight: Tensor, *, blocks: bool) -> tuple[Tensor, Tensor]:
+    """`weight [N, K]`, any float, in e4m3, and float32 scales: `[N]`, or `[N / 128, K / 128]` rounded up."""
+    num_rows, depth = weight.shape
+    wide = weight.float()
+    if not blocks:
+        scale = _scale_of(wide.abs().amax(1))
+        return _codes(wide, scale.unsqueeze(1)), scale
+    padded = pad(wide.abs(), (0, -depth % BLOCK, 0, -num_rows % BLOCK))
+    tiles = padded.view(cdiv(num_rows, BLOCK), BLOCK, cdiv(depth, BLOCK), BLOCK)
+    scale = _scale_of(tiles.amax((1, 3)))
+    return _codes(wide, _spread(scale, num_rows, depth)), scale
+
+
+def dequantised_weight(codes: Tensor, scale: Tensor) -> Tensor:
+    """Codes `[N, K]` of e4m3 times their scale, float32 `[N]` or `[N / 128, K / 128]` rounded up: in float32."""
+    return codes.float().mul_(scale.unsqueeze(1) if scale.dim() == 1 else _spread(scale, *codes.shape))
+
+
+def _spread(scale: Tensor, num_rows: int, depth: int) -> Tensor:
+    """Scales of blocks for each element."""
+    return scale.repeat_interleave(BLOCK, 0)[:num_rows].repeat_interleave(BLOCK, 1)[:, :depth]
+
+
+def _scale_of(largest: Tensor) -> Tensor:
+    return largest.clamp_min(SMALLEST_MAX) / E4M3_MAX
+
+
+def _codes(wide: Tensor, scale: Tensor) -> Tensor:
+    codes = (wide / scale).clamp_(-E4M3_MAX, E4M3_MAX)
+    return codes.masked_fill_(~wide.isfinite(), torch.nan).to(E4M3)
+
+
+# --- x ---
+
+
+def quantise_rows(x: Tensor, *, groups: bool, impl: Impl = "auto") -> tuple[Tensor, Tensor]:
+    """`x [M, K]`, any float, in e4m3, and float32 scales: `[M, 1]` of rows, or with `groups` `[M, K / 128]`
+    rounded up. A scale is the largest finite absolute value over 448; numbers that are not finite become NaN.
+    """
+    num_rows, depth = x.shape
+    if not runs_triton(impl, x.device):
+        wide = x.float()
+        sizes = wide.abs().masked_fill_(~wide.isfinite(), 0.0)
+        if not groups:
+            scale = _scale_of(sizes.amax(1, keepdim=True))
+            return _codes(wide, scale), scale
+        scale = _scale_of(pad(sizes, (0, -depth % BLOCK)).view(num_rows, cdiv(depth, BLOCK), BLOCK).amax(2))
+        return _codes(wide, _spread_groups(scale, depth)), scale
+    rows = as_rows(x)
+    codes = torch.empty(num_rows, depth, dtype=E4M3, device=x.device)
+    scale = torch.empty(num_rows, cdiv(depth, BLOCK) if groups else 1, dtype=torch.float32, device=x.device)
+    block = min(E4M3_ROW.size, max(BLOCK, next_power_of_2(depth)))
+    if num_rows:
+        kernel, programs = (_quantise_groups_kernel, cdiv(depth, block)) if groups else (_quantise_rows_kernel, 1)
+        kernel[(num_rows * programs,)](
+            rows, codes, scale, rows.stride(0), SIZE=depth, BLOCK=block, num_warps=E4M3_ROW.num_warps
+        )
+    return codes, scale
+
+
+def _spread_groups(scale: Tensor, depth: int) -> Tensor:
+    """Scales of groups for each element."""
+    return scale.repeat_interleave(BLOCK, 1)[:, :depth]
+
+
+@triton.jit
+def _quantise_rows_kernel(x_ptr, codes_ptr, scale_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """A program quantises a row. What does not fit its registers is read twice."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * x_stride + column, mask=column < SIZE, other=0.0)
+    largest = _finite_sizes(x)
+    for start in range(BLOCK, SIZE, BLOCK):
+        rest = tl.load(x_ptr + row * x_stride + start + column, mask=start + column < SIZE, other=0.0)
+        largest = tl.maximum(largest, _finite_sizes(rest))
+    scale = _scale(tl.max(largest, axis=0))
+    tl.store(scale_ptr + row, scale)
+    tl.store(codes_ptr + row * SIZE + column, to_e4m3(x, scale), mask=column < SIZE)
+    for start in range(BLOCK, SIZE, BLOCK):
+        rest = tl.load(x_ptr + row * x_stride + start + column, mask=start + column < SIZE, other=0.0)
+        tl.store(codes_ptr + row * SIZE + start + column, to_e4m3(rest, scale), mask=start + column < SIZE)
+
+
+@triton.jit
+def _quantise_groups_kernel(x_ptr, codes_ptr, scale_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """A program quantises some groups of a row."""
+    num_blocks: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    num_groups: tl.constexpr = (SIZE + 127) // 128
+    row = (tl.program_id(0) // num_blocks).to(tl.int64)
+    group = tl.program_id(0) % num_blocks * (BLOCK // 128) + tl.arange(0, BLOCK // 128)[:, None]
+    column = group * 128 + tl.arange(0, 128)[None, :]
+    x = tl.load(x_ptr + row * x_stride + column, mask=column < SIZE, other=0.0)
+    scale = _scale(tl.max(_finite_sizes(x), axis=1, keep_dims=True))
+    tl.store(scale_ptr + row * num_groups + group, scale, mask=group < num_groups)
+    tl.store(codes_ptr + row * SIZE + column, to_e4m3(x, scale), mask=column < SIZE)
+
+
+@triton.jit
+def _finite_sizes(x):
+    size = tl.abs(x.to(tl.float32))
+    return tl.where(size < float("inf"), size, 0.0)
+
+
+@triton.jit
+def _scale(largest):
+    """`_scale_of`."""
+    return tl.div_rn(tl.maximum(largest, 5.421010862427522e-20), tl.full(largest.shape, 448.0, tl.float32))
+
+
+# --- the product ---
+
+
+def e4m3_linear(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, impl: Impl = "auto"
+) -> Tensor:
+    """`x W^T + b`, of x in e4m3, summed in float32 and rounded once: `[..., N]` in x's dtype.
+
+    Args:
+        x: `[..., K]`, any float. `quantise_rows` quantises it, in groups where the weight has scales of blocks.
+        weight: e4m3 `[N, K]`, contiguous.
+        scale: of the weight, float32 `[N]`, or `[N / 128, K / 128]` rounded up, contiguous.
+        bias: `[N]` in x's dtype, contiguous; None: 0.
+
+    Where it can, torch's scaled product multiplies, else `scaled_product`.
+
+    Raises ValueError where shapes or dtypes disagree.
+    """
+    _check(x, weight, scale, bias)
+    groups = scale.dim() == 2
+    codes, x_scale = quantise_rows(x.reshape(-1, x.shape[-1]), groups=groups, impl=impl)
+    if not runs_triton(impl, x.device):
+        wide = codes.float().mul_(_spread_groups(x_scale, x.shape[-1]) if groups else x_scale)
+        result = wide @ dequantised_weight(weight, scale).T
+        out = (result if bias is None else result + bias.float()).to(x.dtype)
+    elif _torch_can(x, weight, groups=groups):
+        out = torch_scaled_product(codes, x_scale, weight, scale, bias, x.dtype)
+    else:
+        out = scaled_product(codes, x_scale, weight, scale, bias, x.dtype)
+    return out.view(*x.shape[:-1], len(weight))
+
+
+def _check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+    num_columns, depth = weight.shape
+    if weight.dtype != E4M3 or not weight.is_contiguous() or x.shape[-1] != depth:
+        raise ValueError(
+            f"weight must be contiguous [N, {x.shape[-1]}] in {E4M3}, but is {[*weight.shape]} in {weight.dtype} "
+            f"with strides {[*weight.stride()]}"
+        )
+    blocks = [cdiv(num_columns, BLOCK), cdiv(depth, BLOCK)]
+    if [*scale.shape] not in ([num_columns], blocks) or scale.dtype != torch.float32 or not scale.is_contiguous():
+        raise ValueError(
+            f"scale must be contiguous float32 {[num_columns]} or {blocks}, but is {[*scale.shape]} in "
+            f"{scale.dtype}"
+        )
+    if bias is not None and (bias.shape != (num_columns,) or bias.dtype != x.dtype or not bias.is_contiguous()):
+        raise ValueError(
+            f"bias must be contiguous {[num_columns]} in {x.dtype}, but is {[*bias.shape]} in {bias.dtype}"
+        )
+
+
+def _torch_can(x: Tensor, weight: Tensor, *, groups: bool) -> bool:
+    """Whether torch's scaled product serves: for scales of rows, sizes that are multiples of 16, and results in
+    bfloat16. It is used on Hopper alone, as other GPUs were not tried.
+    """
+    if x.device.type != "cuda" or not gpu_of(x.device).has_wgmma or groups or len(x) == 0:
+        return False
+    return x.dtype == torch.bfloat16 and all(size % 16 == 0 for size in weight.shape)
+
+
+def torch_scaled_product(
+    codes: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    fast_sums: bool = FAST_SUMS,
+) -> Tensor:
+    """`scaled_product` by torch, for scales of rows."""
+    return torch._scaled_mm(
+        codes, weight.T, x_scale, scale.unsqueeze(0), bias=bias, out_dtype=dtype, use_fast_accum=fast_sums
+    )
+
+
+def scaled_product(
+    codes: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """`x W^T + b` in `dtype`, `[M, N]`, by the kernel. `codes` and `x_scale` are from `quantise_rows`, the others
+    as in `e4m3_linear`. Sums over 128 elements are a tensor core's; these are added up in float32.
+    """
+    (num_rows, depth), num_columns = codes.shape, weight.shape[0]
+    out = torch.empty(num_rows, num_columns, dtype=dtype, device=codes.device)
+    config = e4m3_linear_config(gpu_of(codes.device), num_rows, num_columns)
+    if num_rows:
+        _scaled_product_kernel[(cdiv(num_rows, config.rows), cdiv(num_columns, config.columns))](
+            codes,
+            x_scale,
+            weight,
+            scale,
+            bias,
+            out,
+            num_rows,
+            num_columns,
+            depth,
+            BY_BLOCKS=scale.dim() == 2,
+            WHOLE_STEPS=depth % BLOCK == 0,
+            ROWS=config.rows,
+            COLUMNS=config.columns,
+            STAGES=config.stages,
+            num_warps=config.num_warps,
+        )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _scaled_product_kernel(
+    x_ptr,
+    x_scale_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    num_rows,
+    num_columns,
+    depth,
+    BY_BLOCKS: tl.constexpr,
+    WHOLE_STEPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A program computes a tile, whose columns are of one block. Of the weight's tile, 64 columns or more are the
+    first operand, as a wgmma takes them; fewer are the second one. Programs that follow each other read the same
+    weights.
+    """
+    weight_first: tl.constexpr = COLUMNS >= 64
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    first_column = tl.program_id(1) * COLUMNS
+    column = (first_column + tl.arange(0, COLUMNS))[:, None].to(tl.int64)
+    is_row, is_column = row < num_rows, column < num_columns
+    inner = tl.arange(0, 128)[None, :]
+    xs = x_ptr + row * depth + inner
+    weights = weight_ptr + column * depth + inner
+    num_groups = (depth + 127) // 128
+    x_scales = x_scale_ptr + row * (num_groups if BY_BLOCKS else 1)
+    scales = scale_ptr + first_column // 128 * num_groups
+    x_scale_mask = is_row
+    if weight_first:
+        x_scales, x_scale_mask = tl.trans(x_scales), tl.trans(is_row)
+    total = tl.zeros((COLUMNS, ROWS) if weight_first else (ROWS, COLUMNS), tl.float32)
+    for group in tl.range(0, num_groups, num_stages=STAGES):
+        start = group * 128
+        x_mask = is_row if WHOLE_STEPS else is_row & (start + inner < depth)
+        weight_mask = is_column if WHOLE_STEPS else is_column & (start + inner < depth)
+        weight = tl.load(weights + start, mask=weight_mask, other=0.0)
+        x = tl.load(xs + start, mask=x_mask, other=0.0)
+        part = tl.dot(weight, tl.trans(x)) if weight_first else tl.dot(x, tl.trans(weight))
+        if BY_BLOCKS:
+            part *= tl.load(x_scales + group, mask=x_scale_mask, other=0.0) * tl.load(scales + group)
+        total += part
+    if not BY_BLOCKS:
+        total *= tl.load(x_scales, mask=x_scale_mask, other=0.0)
+    if weight_first:
+        total = tl.trans(total)
+    column, is_column = tl.trans(column), tl.trans(is_column)
+    if not BY_BLOCKS:
+        total *= tl.load(scale_ptr + column, mask=is_column, other=0.0)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)
+    out = out_ptr + row * num_columns + column
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_row & is_column)
