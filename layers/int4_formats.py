@@ -4,15 +4,24 @@ Each function turns a stored tensor into numbers 0 to 15, uint8, in rows of outp
 Zeros of GPTQ may be 16.
 """
 
-# Tests: tests/layers/test_int4_formats.py
-
 from __future__ import annotations
+
+from enum import Enum
 
 import torch
 from torch import Tensor
 
 # Of the eight columns that AWQ packs into a word, the one in its bits 0 to 3, 4 to 7, ...
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+class Words(Enum):
+    """How a checkpoint packs numbers of 4 bits. Zeros of the first format of GPTQ are stored less one."""
+
+    AWQ = "awq"
+    GPTQ = "gptq"
+    GPTQ_V2 = "gptq_v2"
+    COMPRESSED = "pack-quantized"
 
 
 def awq_values(qweight: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ import torch
 from radixrt.bench.catalogue import write_shape
 from radixrt.builtin import MODEL_PATH
 from radixrt.execution.device import choose_device
-from radixrt.models.loader import multiplies_e4m3
 from radixrt.runtime import Runtime
 from radixrt.version import __version__
 from radixrt.workloads.bound import KNOWN_DEVICES, DeviceSpeed, ModelShape
@@ -69,15 +68,19 @@ def model_shape(runtime: Runtime, dtype: str) -> ModelShape:
         head_dim=config.head_dim,
         vocab_size=config.vocab_size,
         bytes_per_value=value_bytes(runtime, dtype),
-        layers_in_e4m3=_holds_e4m3(runtime),
+        layers_in_e4m3=_held(runtime, "e4m3"),
+        layers_in_int4=_held(runtime, "4 bits"),
     )
 
 
-def _holds_e4m3(runtime: Runtime) -> bool:
-    """Whether the weights of layers are held in e4m3."""
-    asked = runtime.parts.config
-    is_quantised = asked.quantization is not None or runtime.config.quantization is not None
-    return is_quantised and multiplies_e4m3(asked.impl, runtime.device)
+def _held(runtime: Runtime, numbers: str) -> bool:
+    """Whether the weights of layers are held in these `Quantization.numbers`."""
+    placement = runtime.parts.engine.runner.model.placement
+    return (
+        placement.quantization is not None
+        and placement.holds_quantised
+        and placement.quantization.numbers == numbers
+    )
 
 
 def value_bytes(runtime: Runtime, dtype: str) -> int:
