@@ -98,12 +98,12 @@ class _StoredGroups:
             if self._words is not Words.COMPRESSED:
                 return
             zeros = torch.tensor(MIDDLE, dtype=torch.uint8).expand(self._scales.shape)
-        out = self._out
+        out, (num_rows, depth) = self._out, self._out.shape
         scales = self._scales.to(out.device, out.dtype).float()  # rounded as where they are held
         zeros = zeros.to(out.device).float()
-        for rows, values in _pieces(self._values, self._words, *out.shape, out.device):
-            distance = values.float() - _spread(zeros[rows], out.shape[1])
-            out[rows].copy_(distance.mul_(_spread(scales[rows], out.shape[1])))
+        for rows, values in _pieces(self._values, self._words, num_rows, depth, out.device):
+            distance = values.float() - _spread(zeros[rows], depth)
+            out[rows].copy_(distance.mul_(_spread(scales[rows], depth)))
         self._values = self._zeros = self._scales = None
 
 
@@ -151,7 +151,8 @@ def _quantise(packed: Tensor, scales: Tensor, zeros: Tensor, source: Tensor) -> 
     zeros.fill_(MIDDLE)
     for start in range(0, len(source), PIECE_ROWS):
         rows = slice(start, start + PIECE_ROWS)
-        groups = source[rows].to(packed.device).float().unflatten(1, (-1, GROUP))
+        piece = source[rows].to(packed.device).float()
+        groups = piece.view(len(piece), -1, GROUP)
         scales[rows].copy_(groups.abs().amax(2) / (MIDDLE - 1))
         steps = groups / scales[rows].float().clamp_min(torch.finfo(scales.dtype).tiny).unsqueeze(2)
         values = steps.round().add(MIDDLE).clamp(0, 15).to(torch.uint8)

@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
+from layers.quantization import Quantization, Scales
 from radixrt.bench.catalogue import write_shape
 from radixrt.builtin import MODEL_PATH
 from radixrt.execution.device import choose_device
+from radixrt.models.loader import multiplies_quantised
 from radixrt.runtime import Runtime
 from radixrt.version import __version__
 from radixrt.workloads.bound import KNOWN_DEVICES, DeviceSpeed, ModelShape
@@ -68,23 +70,26 @@ def model_shape(runtime: Runtime, dtype: str) -> ModelShape:
         head_dim=config.head_dim,
         vocab_size=config.vocab_size,
         bytes_per_value=value_bytes(runtime, dtype),
-        layers_in_e4m3=_held(runtime, "e4m3"),
-        layers_in_int4=_held(runtime, "4 bits"),
+        layers_in_e4m3=_held(runtime, dtype, "e4m3"),
+        layers_in_int4=_held(runtime, dtype, "4 bits"),
     )
 
 
-def _held(runtime: Runtime, numbers: str) -> bool:
+def _held(runtime: Runtime, dtype: str, numbers: str) -> bool:
     """Whether the weights of layers are held in these `Quantization.numbers`."""
-    placement = runtime.parts.engine.runner.model.placement
-    return (
-        placement.quantization is not None
-        and placement.holds_quantised
-        and placement.quantization.numbers == numbers
-    )
+    asked, own = runtime.parts.config, runtime.config.quantization
+    if own is None and asked.quantization is not None:
+        own = Quantization(Scales.ROW)
+    is_so = own is not None and own.numbers == numbers
+    return is_so and multiplies_quantised(own, asked.impl, runtime.device, _dtype(runtime, dtype))
 
 
 def value_bytes(runtime: Runtime, dtype: str) -> int:
     """Bytes of an unquantised weight or an element of KV; `dtype` is the Runtime's option."""
+    return int(_dtype(runtime, dtype).itemsize)
+
+
+def _dtype(runtime: Runtime, dtype: str) -> torch.dtype:
     auto = torch.float32 if runtime.device.type == "cpu" else runtime.config.dtype
-    chosen = auto if dtype == "auto" else getattr(torch, dtype)
-    return int(chosen.itemsize)
+    chosen: torch.dtype = auto if dtype == "auto" else getattr(torch, dtype)
+    return chosen

@@ -23,13 +23,14 @@ def pack_int4(values: Tensor) -> Tensor:
     """Numbers 0 to 15, uint8 `[N, K]`, K a multiple of 128, as uint8 `[N, K / 2]`: byte i of a group's 64 holds
     its element i in the low bits and element 64 + i in the high ones.
     """
-    low, high = values.unflatten(1, (-1, 2, _HALF)).unbind(2)
-    return (low | high << 4).flatten(1)
+    low, high = values.reshape(len(values), -1, 2, _HALF).unbind(2)
+    packed: Tensor = low | high << 4
+    return packed.flatten(1)
 
 
 def unpack_int4(packed: Tensor) -> Tensor:
     """The inverse of `pack_int4`."""
-    groups = packed.unflatten(1, (-1, _HALF))
+    groups = packed.view(len(packed), -1, _HALF)
     return torch.stack([groups & 15, groups >> 4], 2).flatten(1)
 
 
@@ -42,8 +43,9 @@ def dequantized_int4(packed: Tensor, scales: Tensor, zeros: Tensor, *, impl: Imp
             packed, scales, zeros, out, len(packed), DEPTH=out.shape[1], ROWS=rows, num_warps=INT4_ROWS.num_warps
         )
         return out
-    values = unpack_int4(packed).unflatten(1, (-1, GROUP)).float()
-    return ((values - zeros.float().unsqueeze(2)) * scales.float().unsqueeze(2)).flatten(1).to(scales.dtype)
+    values = unpack_int4(packed).view(len(packed), -1, GROUP).float()
+    weight: Tensor = (values - zeros.float().unsqueeze(2)) * scales.float().unsqueeze(2)
+    return weight.flatten(1).to(scales.dtype)
 
 
 def int4_linear(
