@@ -97,7 +97,7 @@ class _StoredGroups:
         if zeros is None:
             if self._words is not Words.COMPRESSED:
                 return
-            zeros = torch.tensor(MIDDLE, dtype=torch.uint8).expand(self._scales.shape)
+            zeros = torch.full_like(self._scales, MIDDLE, dtype=torch.uint8)
         out, (num_rows, depth) = self._out, self._out.shape
         scales = self._scales.to(out.device, out.dtype).float()  # rounded as where they are held
         zeros = zeros.to(out.device).float()
