@@ -20,7 +20,7 @@ class Placement:
     Attributes:
         deterministic: the bits of a token's result depend on the tokens up to it alone, not on the pass.
         quantization: of the weights of linear layers; None: they are in `dtype`, too.
-        holds_e4m3: whether quantised weights are held and multiplied in e4m3; otherwise they are dequantised.
+        holds_quantised: whether quantised weights are held and multiplied so; otherwise they are dequantised.
     """
 
     dtype: torch.dtype
@@ -28,7 +28,7 @@ class Placement:
     impl: Impl = "auto"
     deterministic: bool = False
     quantization: Quantization | None = None
-    holds_e4m3: bool = False
+    holds_quantised: bool = False
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """An uninitialised weight, in another dtype if one is given."""

@@ -1,4 +1,4 @@
-"""Weights in e4m3: what has a scale of its own, and what the tensors of a checkpoint fill."""
+"""Quantised weights: what has a scale of its own, and what the tensors of a checkpoint in e4m3 fill."""
 
 # Tests: tests/layers/test_weight.py, tests/models/test_quantization.py
 
@@ -13,6 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from layers.int4_formats import Words
+from layers.int4_places import plain_int4_places
 from layers.place import Filled, Place
 from triton_ops.implementation import cdiv
 from triton_ops.kv.e4m3 import E4M3
@@ -22,16 +24,19 @@ PIECE_ROWS = 32 * BLOCK  # of a weight that is quantised as it is loaded: bounds
 
 
 class Scales(Enum):
-    """What has a scale of its own: the whole weight, a row (an output), or a block of 128 x 128."""
+    """What has a scale of its own: the whole weight, a row (an output), or a block of 128 x 128; in 4 bits, a
+    group of 128 elements of a row.
+    """
 
     TENSOR = "tensor"
     ROW = "row"
     BLOCK = "block"
+    GROUP = "group"
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """That linear layers have weights in e4m3; embeddings, the output head and routers never do.
+    """That linear layers have weights in e4m3 or in 4 bits; embeddings, the output head and routers never do.
 
     Attributes:
         scales: what has a scale of its own; in memory a tensor's scale is held for each row.
@@ -39,11 +44,18 @@ class Quantization:
             weights are as they are loaded.
         ignored: layers that the checkpoint leaves as they are: names, beginnings or ends of names, or "re:" and a
             regular expression for the beginning.
+        words: how the checkpoint packs numbers of 4 bits; None: they are in e4m3.
     """
 
     scales: Scales
     scale_name: str | None = None
     ignored: tuple[str, ...] = ()
+    words: Words | None = None
+
+    @property
+    def numbers(self) -> str:
+        """What weights are in, for messages."""
+        return "e4m3" if self.words is None else "4 bits"
 
     def ignores(self, layer: str) -> bool:
         """Whether the checkpoint leaves the layer of that name as it is."""
@@ -75,9 +87,12 @@ def held_places(
 
 
 def plain_places(name: str, weight: Tensor, quantization: Quantization | None) -> Iterator[tuple[str, Place]]:
-    """The same where `weight` `[N, K]` is held in the model's dtype: what is stored in e4m3 is dequantised."""
+    """The same where `weight` `[N, K]` is held in the model's dtype: what is quantised is dequantised."""
     if quantization is None or quantization.scale_name is None or quantization.ignores(name):
         yield f"{name}.weight", weight
+        return
+    if quantization.words is not None:
+        yield from plain_int4_places(name, weight, quantization.words)
         return
     num_rows, depth = weight.shape
     shape = {

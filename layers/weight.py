@@ -1,4 +1,4 @@
-"""The weight of a linear layer: in the model's dtype, or in e4m3 with scales."""
+"""The weight of a linear layer: in the model's dtype, in e4m3 with scales, or in 4 bits with scales and zeros."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from layers.int4_places import held_int4_places
 from layers.place import Filled, Place
 from layers.placement import Placement
 from layers.products import Product
@@ -15,6 +16,7 @@ from layers.quantization import Scales, held_places, plain_places, rounded_place
 from triton_ops.implementation import cdiv, gpu_of, runs_triton
 from triton_ops.kv.e4m3 import E4M3
 from triton_ops.linear.e4m3_linear import BLOCK, e4m3_linear
+from triton_ops.linear.int4_linear import GROUP, int4_linear
 from triton_ops.linear.split_k_linear import split_k_linear
 from triton_ops.tuning import split_k_config
 
@@ -22,32 +24,39 @@ from triton_ops.tuning import split_k_config
 class Weight(nn.Module):
     """`W [N, K]` of products `x W^T + b`.
 
-    In e4m3 it is `values` times `scale`, and x is quantised, too, for each product. Where the placement does not
-    hold e4m3, or blocks of a stack's parts would not lie on those of the stack, a quantised weight is held in the
-    model's dtype. So it is, by `hold_plain`, where a checkpoint leaves a part as it is.
+    In e4m3 it is `values` times `scale`, and x is quantised, too, for each product. In 4 bits it is what
+    `dequantized_int4` gives. Where the placement does not hold quantised weights, blocks of a stack's parts would
+    not lie on those of the stack, or groups of 128 do not divide K, a quantised weight is held in the model's
+    dtype. So it is, by `hold_plain`, where a checkpoint leaves a part as it is.
 
     Attributes:
-        values: `[N, K]`, in the model's dtype or in e4m3.
-        scale: float32 `[N]`, or `[N / 128, K / 128]` rounded up, of blocks; None: values are in the model's dtype.
+        shape: `[N, K]`.
+        values: `[N, K]`, in the model's dtype or in e4m3; in 4 bits uint8 `[N, K / 2]`, from `pack_int4`.
+        scale: float32 `[N]`, or `[N / 128, K / 128]` rounded up, of blocks; in 4 bits `[N, K / 128]` in the
+            model's dtype; None: values are in the model's dtype.
+        zeros: uint8 `[N, K / 128]` in 4 bits, otherwise None.
     """
 
     def __init__(self, num_rows: int, depth: int, *, starts: Sequence[int] = (0,), placement: Placement) -> None:
         """`starts` are the first rows of the parts that a checkpoint stores."""
         super().__init__()
         self.impl, self.quantization, self._placement = placement.impl, placement.quantization, placement
+        self.shape = torch.Size([num_rows, depth])
         self.scale: nn.Parameter | None = None
-        by_blocks = self.quantization is not None and self.quantization.scales is Scales.BLOCK
-        aligned = not by_blocks or all(start % BLOCK == 0 for start in starts)
-        if self.quantization is not None and placement.holds_e4m3 and aligned:
+        self.zeros: nn.Parameter | None = None
+        scales = None if self.quantization is None else self.quantization.scales
+        by_blocks, by_groups = scales is Scales.BLOCK, scales is Scales.GROUP
+        fits = not (by_blocks and any(start % BLOCK for start in starts)) and not (by_groups and depth % GROUP)
+        if scales is None or not placement.holds_quantised or not fits:
+            self.values = placement.parameter(num_rows, depth)
+        elif by_groups:
+            self.values = placement.parameter(num_rows, depth // 2, dtype=torch.uint8)
+            self.scale = placement.parameter(num_rows, depth // GROUP)
+            self.zeros = placement.parameter(num_rows, depth // GROUP, dtype=torch.uint8)
+        else:
             shape = (cdiv(num_rows, BLOCK), cdiv(depth, BLOCK)) if by_blocks else (num_rows,)
             self.values = placement.parameter(num_rows, depth, dtype=E4M3)
             self.scale = placement.parameter(*shape, dtype=torch.float32)
-        else:
-            self.values = placement.parameter(num_rows, depth)
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.values.shape
 
     def product(
         self, x: Tensor, bias: Tensor | None, *, ordered: Product | None = None, split_k_ok: bool = False
@@ -56,6 +65,8 @@ class Weight(nn.Module):
 
         With `split_k_ok` the result may be parts: see `Linear.forward`.
         """
+        if self.scale is not None and self.zeros is not None:
+            return int4_linear(x, self.values, self.scale, self.zeros, bias, impl=self.impl)
         if self.scale is not None:
             return e4m3_linear(x, self.values, self.scale, bias, impl=self.impl)
         if ordered is not None:
@@ -67,8 +78,8 @@ class Weight(nn.Module):
         return nn.functional.linear(x, self.values, bias)
 
     def hold_plain(self) -> None:
-        """Hold the model's dtype in place of e4m3. It is not filled any more."""
-        self.values, self.scale = self._placement.parameter(*self.shape), None
+        """Hold the model's dtype in place of fewer bits. It is not filled any more."""
+        self.values, self.scale, self.zeros = self._placement.parameter(*self.shape), None, None
 
     def places(self, name: str, start: int, stop: int) -> Iterator[tuple[str, Place]]:
         """Rows `start` to `stop` in a checkpoint, where their layer is called `name`: (tensor name, place)."""
@@ -76,13 +87,16 @@ class Weight(nn.Module):
         if self.quantization is None or self.quantization.ignores(name):
             place: Place = values
             if self.scale is not None:
-                place = LeftPlain(values.shape, values.dtype, values.copy_, self)
+                place = LeftPlain(torch.Size([stop - start, self.shape[1]]), values.dtype, values.copy_, self)
             yield f"{name}.weight", place
+        elif self.scale is not None and self.zeros is not None:
+            words = None if self.quantization.scale_name is None else self.quantization.words
+            yield from held_int4_places(name, values, self.scale[start:stop], self.zeros[start:stop], words)
         elif self.scale is not None:
             unit = BLOCK if self.scale.dim() == 2 else 1
             scale = self.scale[start // unit : cdiv(stop, unit)]
             yield from held_places(name, values, scale, self.quantization)
-        elif self.quantization.scale_name is None:
+        elif self.quantization.scale_name is None and self.quantization.words is None:
             yield f"{name}.weight", rounded_place(values)
         else:
             yield from plain_places(name, values, self.quantization)
@@ -90,6 +104,6 @@ class Weight(nn.Module):
 
 @dataclass(frozen=True)
 class LeftPlain(Filled):
-    """The place of a part that its checkpoint leaves as it is, while the `weight` is held in e4m3."""
+    """The place of a part that its checkpoint leaves as it is, while the `weight` is held in fewer bits."""
 
     weight: Weight

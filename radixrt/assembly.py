@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from layers.moe import SparseMoE
+from layers.quantization import Quantization
 from layers.weight import Weight
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import HostKVPool, TokenToKVPool
@@ -245,7 +246,7 @@ def _log_weights(
     where = f"{decoder.placement.dtype} on {decoder.placement.device}"
     _log.info("%s of %s: %s bytes, %s, in %.1f s", kind, folder, f"{size:,}", where, seconds)
     if decoder.placement.quantization is not None:
-        _log_quantization(decoder)
+        _log_quantization(decoder, decoder.placement.quantization)
     named = {name: getattr(own_defaults, name) for name in GENERATION_DEFAULTS}
     if own := {name: value for name, value in named.items() if value != getattr(SamplingParams(), name)}:
         used = "used where none are given" if config.generation_config == "auto" else "not used"
@@ -253,26 +254,30 @@ def _log_weights(
         _log.info("parameters of its generation_config.json are %s: %s%s", used, own, how)
 
 
-def _log_quantization(decoder: Decoder) -> None:
-    """Log how much is held in e4m3, and warn of what is quantised in the checkpoint but not here."""
+def _log_quantization(decoder: Decoder, quantization: Quantization) -> None:
+    """Log how much is held quantised, and warn of what is quantised in the checkpoint but not here."""
     weights = [module for module in decoder.modules() if isinstance(module, Weight)]
-    held = sum(weight.values.numel() for weight in weights if weight.scale is not None)
+    held = sum(weight.shape.numel() for weight in weights if weight.scale is not None)
     placement, mixtures = decoder.placement, [one for one in decoder.modules() if isinstance(one, SparseMoE)]
     experts = any(isinstance(one.gate_up, nn.Parameter) for one in mixtures)  # else they are in 4 bits
-    if not placement.holds_e4m3:
+    numbers, in_int4 = quantization.numbers, quantization.words is not None
+    if not placement.holds_quantised:
+        needs = "float16 or bfloat16" if in_int4 else f"a GPU of compute capability {FIRST_CAPABILITY / 10}"
         _log.warning(
-            "weights of e4m3 are held in %s: their products need kernels and a GPU of compute capability %s, and "
-            "the model is on %s, with impl %r",
-            *(placement.dtype, FIRST_CAPABILITY / 10, placement.device, placement.impl),
+            "weights of %s are held in %s: their products need kernels and %s, and the model is on %s, with impl "
+            "%r",
+            *(numbers, placement.dtype, needs, placement.device, placement.impl),
         )
         return
-    _log.info("%s weights are held in e4m3", f"{held:,}")
+    _log.info("%s weights are held in %s", f"{held:,}", numbers)
     if experts:
-        _log.warning("the weights of experts are held in %s: their products are not in e4m3 yet", placement.dtype)
+        _log.warning(
+            "the weights of experts are held in %s: their products are not in %s", placement.dtype, numbers
+        )
     if cut := sum(weight.scale is None and weight.quantization is not None for weight in weights):
         _log.warning(
-            "%d weights are held in %s: their checkpoint leaves a part as it is, or stores blocks that parts of a "
-            "stack do not keep to",
+            "%d weights are held in %s: their checkpoint leaves a part as it is, or stores blocks or groups that "
+            "parts of a stack or their sizes do not keep to",
             *(cut, placement.dtype),
         )
 

@@ -36,9 +36,9 @@ class RuntimeConfig:
         kv_dtype: of keys and values: "auto" (that of the weights), or "fp8" (e4m3: the pool holds twice the
             tokens, less precisely; a GPU needs compute capability 8.9; docs/architecture/kv-in-8-bits.md).
         quantization: "fp8" quantises the weights of linear layers to e4m3 as they are loaded, with a scale for
-            each output, and in each product x, with a scale for each token; None: as the checkpoint has them. GPUs
-            multiply e4m3 from compute capability 8.9 on; elsewhere the rounded weights are held in `dtype`
-            (docs/models.md#fp8-weights).
+            each output, and in each product x, with a scale for each token; None: as the checkpoint has them (the
+            only choice if that is in 4 bits). GPUs multiply e4m3 from compute capability 8.9 on; elsewhere the
+            rounded weights are held in `dtype` (docs/models.md#fp8-weights).
         device: such as "cpu", "cuda" or "cuda:1"; None is CUDA where there is a GPU.
         memory_fraction: share of the free memory that the KV pool takes, above 0, at most 1; on a GPU, of what
             weights, the largest pass and graphs leave: several Runtimes on one GPU each need a share of their own.

@@ -271,6 +271,30 @@ def split_k_config(
 
 
 @dataclass(frozen=True)
+class Int4LinearConfig:
+    """A program computes `rows` of x times `columns` of the output, a group of 128 elements of the sum a step."""
+
+    rows: int
+    columns: int
+    stages: int
+    num_warps: int
+
+
+MAX_INT4_ROWS = 512  # of x: of more, the product is one of the dequantised weight
+_INT4_TILES = (  # by the most rows of x
+    (16, Int4LinearConfig(16, 64, 5, 4)),
+    (32, Int4LinearConfig(32, 64, 5, 4)),
+    (64, Int4LinearConfig(64, 64, 4, 4)),
+    (MAX_INT4_ROWS, Int4LinearConfig(128, 128, 3, 8)),
+)
+
+
+def int4_linear_config(num_rows: int) -> Int4LinearConfig:
+    """For a product of `num_rows` rows and a weight of 4 bits."""
+    return next(tile for most, tile in _INT4_TILES if num_rows <= most)
+
+
+@dataclass(frozen=True)
 class OrderedLinearConfig:
     """A program computes `rows` of x times `columns` of the output, `depth` elements of the sum a step."""
 
@@ -423,6 +447,7 @@ E4M3_ROW = BlockConfig(8192, 8)  # at most, of a row that is quantised; not meas
 QK_NORM_ROPE = BlockConfig(2048, 4)  # a thread has 16 bytes of both halves of a head
 ROW_TABLES = BlockConfig(256, 4)
 LOGITS = BlockConfig(1024, 4)  # masks and penalties
+INT4_ROWS = BlockConfig(32, 4)  # rows of a weight that a program dequantises
 
 # --- KV copies ---
 

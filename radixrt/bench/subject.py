@@ -9,15 +9,18 @@ import os
 import platform
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from layers.quantization import Quantization, Scales
 from radixrt.bench.catalogue import write_shape
 from radixrt.builtin import MODEL_PATH
 from radixrt.execution.device import choose_device
-from radixrt.models.loader import multiplies_e4m3
+from radixrt.models.loader import multiplies_quantised
+from radixrt.planning.cards import shape_of
 from radixrt.runtime import Runtime
 from radixrt.version import __version__
 from radixrt.workloads.bound import KNOWN_DEVICES, DeviceSpeed, ModelShape
@@ -58,30 +61,30 @@ def device_speed(device: torch.device, bandwidth: float | None, flops: float | N
 
 
 def model_shape(runtime: Runtime, dtype: str) -> ModelShape:
-    """The shape of a Runtime's model; `dtype` is the Runtime's option."""
-    config = runtime.config
-    return ModelShape(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
-        bytes_per_value=value_bytes(runtime, dtype),
-        layers_in_e4m3=_holds_e4m3(runtime),
-    )
+    """The shape of a Runtime's model; `dtype` is the Runtime's option.
+
+    Of a mixture, with the experts that one token goes through.
+    """
+    in_e4m3, in_int4 = (_held(runtime, dtype, numbers) for numbers in ("e4m3", "4 bits"))
+    shape = shape_of(runtime.config, in_e4m3=in_e4m3, in_int4=in_int4)
+    return replace(shape, bytes_per_value=value_bytes(runtime, dtype))
 
 
-def _holds_e4m3(runtime: Runtime) -> bool:
-    """Whether the weights of layers are held in e4m3."""
-    asked = runtime.parts.config
-    is_quantised = asked.quantization is not None or runtime.config.quantization is not None
-    return is_quantised and multiplies_e4m3(asked.impl, runtime.device)
+def _held(runtime: Runtime, dtype: str, numbers: str) -> bool:
+    """Whether the weights of layers are held in these `Quantization.numbers`."""
+    asked, own = runtime.parts.config, runtime.config.quantization
+    if own is None and asked.quantization is not None:
+        own = Quantization(Scales.ROW)
+    is_so = own is not None and own.numbers == numbers
+    return is_so and multiplies_quantised(own, asked.impl, runtime.device, _dtype(runtime, dtype))
 
 
 def value_bytes(runtime: Runtime, dtype: str) -> int:
     """Bytes of an unquantised weight or an element of KV; `dtype` is the Runtime's option."""
+    return int(_dtype(runtime, dtype).itemsize)
+
+
+def _dtype(runtime: Runtime, dtype: str) -> torch.dtype:
     auto = torch.float32 if runtime.device.type == "cpu" else runtime.config.dtype
-    chosen = auto if dtype == "auto" else getattr(torch, dtype)
-    return int(chosen.itemsize)
+    chosen: torch.dtype = auto if dtype == "auto" else getattr(torch, dtype)
+    return chosen

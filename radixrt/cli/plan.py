@@ -107,8 +107,10 @@ def _plan(arguments: argparse.Namespace) -> int:
     sampling_params(arguments)  # before the model is read, so that a mistake shows at once
     builder = builder_without_weights(given.pop("model", MODEL_PATH), **given)
     defaults = sampling_params(arguments, builder.defaults)
-    is_quantised = hasattr(arguments, "quantization") or builder.config.quantization is not None
-    shape = shape_of(builder.config, in_e4m3=is_quantised and card.has_e4m3)
+    own = builder.config.quantization
+    in_int4 = own is not None and own.words is not None
+    in_e4m3 = not in_int4 and card.has_e4m3 and (own is not None or hasattr(arguments, "quantization"))
+    shape = shape_of(builder.config, in_e4m3=in_e4m3, in_int4=in_int4)
     with temporary_folder() as folder:
         with reading_bar(arguments.input, arguments.progress) as bar:
             scan = scan_lines(

@@ -18,8 +18,8 @@ from radixrt.models.config import ModelConfig
 from radixrt.models.decoder import Attention, Decoder, FeedForward
 from radixrt.models.sandwich import SandwichBlock, SandwichDecoder
 
-_ROTATED = re.compile(r".*\.self_attn\.[qk]_proj\.(weight|bias|weight_scale)")
-_ROTATED_BLOCKS = re.compile(r".*\.self_attn\.[qk]_proj\.weight_scale_inv")
+_ROTATED = re.compile(r".*\.self_attn\.[qk]_proj\.(weight|bias|weight_scale|weight_packed)")
+_ROTATED_BLOCKS = re.compile(r".*\.self_attn\.[qk]_proj\.(weight_scale_inv|qweight|qzeros|scales)")
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,9 @@ def in_halves(config: ModelConfig, name: str, tensor: Tensor) -> Tensor:
     each head before the odd ones; any other tensor as it is.
     """
     if _ROTATED_BLOCKS.fullmatch(name):
-        raise ModelError(f"tensor {name} is of blocks of rows, but these rows are loaded in another order")
+        raise ModelError(
+            f"tensor {name} is of blocks or words of rows, but these rows are loaded in another order"
+        )
     rope = config.attention[0].rope
     if not _ROTATED.fullmatch(name) or len(tensor) % config.head_dim or rope is None:
         return tensor

@@ -30,6 +30,7 @@ from radixrt.models.registry import find_architecture
 from radixrt.models.weight_files import INDEX_FILE, StoredTensor, WeightFiles, abbreviate, num_layers_of
 from triton_ops.implementation import Impl, gpu_of, runs_triton
 from triton_ops.kv.e4m3 import E4M3, FIRST_CAPABILITY
+from triton_ops.linear.int4_linear import GROUP
 from triton_ops.moe.mxfp4 import scale_of
 
 LoadFormat = Literal["auto", "dummy"]
@@ -43,6 +44,7 @@ _MAY_DIFFER = ("dtype", "initializer_range", "bos_token_id", "eos_token_ids")  #
 STORED_DTYPES = ("F64", "F32", "BF16", "F16")
 PACKED_DTYPES = ("U8",)  # of tensors that stay in the bits they are stored in
 STORED_E4M3 = "F8_E4M3"
+WORDS_DTYPE = "I32"  # of weights in 4 bits
 
 # Random numbers in dummy weights before they repeat: a prime, so that rows of a matrix differ.
 DUMMY_PERIOD = 4194301
@@ -70,7 +72,7 @@ def load_model(
         impl: which implementation of the operations.
         deterministic: as in `Placement`.
         quantization: "fp8" quantises the weights of linear layers as they are loaded, with a scale for each
-            output; a checkpoint in e4m3 is taken as it is.
+            output; a checkpoint in e4m3 is taken as it is, one in 4 bits is refused.
 
     Raises:
         ModelError: the source cannot be used.
@@ -93,13 +95,13 @@ def load_model(
         )
     # Nothing of any size is made before all names, shapes and sizes are known to be right.
     quantized = _quantization(config, quantization, is_dummy=files is None)
-    holds_e4m3 = quantized is not None and multiplies_e4m3(impl, device)
     weight_dtype = _resolve_dtype(dtype, config, device)
-    placement = Placement(weight_dtype, device, impl, deterministic, quantized, holds_e4m3)
-    if deterministic and holds_e4m3:
+    holds_quantised = multiplies_quantised(quantized, impl, device, weight_dtype)
+    placement = Placement(weight_dtype, device, impl, deterministic, quantized, holds_quantised)
+    if deterministic and quantized is not None and holds_quantised:
         raise ModelError(
-            "deterministic is True, but weights are in e4m3, whose products cannot promise equal bits; take a "
-            "checkpoint that is not quantised, without quantization='fp8', or leave deterministic out"
+            f"deterministic is True, but weights are in {quantized.numbers}, whose products cannot promise equal "
+            "bits; take a checkpoint that is not quantised, without quantization='fp8', or leave deterministic out"
         )
     if deterministic and placement.dtype == torch.float16 and device.type == "cuda":
         raise ModelError(
@@ -223,10 +225,15 @@ def _quantization(config: ModelConfig, asked: str | None, *, is_dummy: bool) -> 
         raise ModelError(f"quantization {asked!r} is unknown; 'fp8' is known")
     if config.quantization is None:
         return None if asked is None else Quantization(Scales.ROW)
+    if asked is not None and config.quantization.words is not None:
+        raise ModelError(
+            f"quantization is {asked!r}, but the checkpoint's weights are in {config.quantization.numbers}; leave "
+            "quantization out, or take the checkpoint that is not quantised"
+        )
     if not is_dummy:
         return config.quantization
-    by_blocks = config.quantization.scales is Scales.BLOCK
-    scales = Scales.BLOCK if by_blocks else Scales.ROW
+    scales = config.quantization.scales
+    scales = Scales.ROW if scales is Scales.TENSOR else scales
     return replace(config.quantization, scales=scales, scale_name=None)
 
 
@@ -237,9 +244,15 @@ def _hold_plain(model: Decoder) -> None:
         weight.hold_plain()
 
 
-def multiplies_e4m3(impl: Impl, device: torch.device) -> bool:
-    """Whether kernels run on the device, and it has products of e4m3."""
-    return runs_triton(impl, device) and gpu_of(device).capability >= FIRST_CAPABILITY
+def multiplies_quantised(
+    quantization: Quantization | None, impl: Impl, device: torch.device, dtype: torch.dtype
+) -> bool:
+    """Whether kernels run on the device, and multiply weights that are quantised so, in a model of `dtype`."""
+    if quantization is None or not runs_triton(impl, device):
+        return False
+    if quantization.words is not None:
+        return dtype != torch.float32
+    return gpu_of(device).capability >= FIRST_CAPABILITY
 
 
 def _check_stored(model: Decoder, config: ModelConfig, files: WeightFiles, stored: list[StoredTensor]) -> None:
@@ -264,6 +277,7 @@ def _check_stored(model: Decoder, config: ModelConfig, files: WeightFiles, store
                     f"config.json asks for {list(place.shape)}"
                 )
             _check_dtype_of(tensor, name, place)
+    _check_groups(model, config, stored)
     wrong = []
     if missing:
         wrong.append(f"{len(missing)} tensors are missing: {abbreviate(sorted(missing))}")
@@ -289,6 +303,9 @@ def _check_dtype_of(tensor: StoredTensor, name: str, place: Place) -> None:
     elif place.dtype == torch.uint8:
         if tensor.dtype not in PACKED_DTYPES:
             raise ModelError(f"{told}; by the quantization_config of config.json it must be {PACKED_DTYPES[0]}")
+    elif place.dtype == torch.int32:
+        if tensor.dtype != WORDS_DTYPE:
+            raise ModelError(f"{told}; by the quantization_config of config.json it must be {WORDS_DTYPE}")
     elif tensor.dtype == STORED_E4M3:
         raise ModelError(f"{told}, but config.json has no quantization_config by which it is quantised")
     elif tensor.dtype not in STORED_DTYPES:
@@ -296,6 +313,23 @@ def _check_dtype_of(tensor: StoredTensor, name: str, place: Place) -> None:
             f"{told}; these are supported: {', '.join(STORED_DTYPES)}, and {STORED_E4M3} for the weights of "
             "linear layers with a quantization_config in config.json"
         )
+
+
+def _check_groups(model: Decoder, config: ModelConfig, stored: list[StoredTensor]) -> None:
+    """Raise ModelError where GPTQ's `g_idx` puts inputs into other groups than 128 neighbours."""
+    if config.quantization is None or config.quantization.words is None:
+        return
+    for tensor in stored:
+        if not tensor.name.endswith(".g_idx"):
+            continue
+        with safe_open(tensor.file, framework="pt", device="cpu") as tensors:
+            found = tensors.get_tensor(tensor.name)
+        for name, part in _parts(model, config, tensor.name, found):
+            if not torch.equal(part, torch.arange(len(part), device="cpu").div(GROUP, rounding_mode="floor")):
+                raise ModelError(
+                    f"tensor {name} in {tensor.file} puts inputs into groups in another order than theirs; take a "
+                    "checkpoint with desc_act false, or one that is not quantised"
+                )
 
 
 def _parts(model: Decoder, config: ModelConfig, stored: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -312,6 +346,8 @@ def _is_ignored(name: str, config: ModelConfig) -> bool:
     """Whether a stored tensor is one that some checkpoints have, and no model needs."""
     if name.endswith((".input_scale", ".activation_scale")) and config.quantization is not None:
         return True  # x is quantised by its own numbers
+    if name.endswith((".g_idx", ".weight_shape")) and config.quantization is not None:
+        return True  # the first one is checked, the second one says what config.json does
     return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
 
 

@@ -1,33 +1,37 @@
-"""What the `quantization_config` of config.json says: which weights are in e4m3, and how scales are stored."""
+"""What the `quantization_config` of config.json says: how weights in e4m3 or 4 bits are stored."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from layers.int4_formats import Words
 from layers.quantization import Quantization, Scales
 from radixrt.errors import ModelError
 from radixrt.models.multimodal import text_name
 from triton_ops.linear.e4m3_linear import BLOCK
+from triton_ops.linear.int4_linear import GROUP
 
 _BLOCKS = [BLOCK, BLOCK]
-_REMEDY = "take the checkpoint that is not quantised; quantization='fp8' makes it as small"
+_REMEDY = "take the checkpoint that is not quantised; quantization='fp8' makes it half as large"
 # compressed-tensors' names of what has a scale of its own.
 _STRATEGIES = {"tensor": Scales.TENSOR, "channel": Scales.ROW, "block": Scales.BLOCK}
 
 
 def read_quantization(given: object) -> Quantization | None:
     """What a `quantization_config` says; None for None. Raises ModelError, with the remedy, for other formats than
-    FP8 as DeepSeek and Qwen publish it, as AutoFP8 does, and in compressed-tensors.
+    FP8 as DeepSeek and Qwen publish it, as AutoFP8 does, and in compressed-tensors; and 4 bits in groups of 128 as
+    AWQ (gemm), GPTQ (desc_act false) and compressed-tensors (pack-quantized, symmetric) store them.
     """
     if given is None:
         return None
     if not isinstance(given, Mapping):
         raise _refusal(f"is {given!r}")
-    readers = {"fp8": _read_fp8, "compressed-tensors": _read_compressed}
+    readers = {"fp8": _read_fp8, "awq": _read_awq, "gptq": _read_gptq, "compressed-tensors": _read_compressed}
     method = given.get("quant_method")
     if method not in readers:
-        raise _refusal(f"has the quant_method {method!r}; {' and '.join(readers)} are supported")
+        *others, last = readers
+        raise _refusal(f"has the quant_method {method!r}; {', '.join(others)} and {last} are supported")
     if given.get("kv_cache_scheme") is not None:
         raise _refusal("has a kv_cache_scheme, whose scales of KV are not read")
     return readers[method](given)
@@ -48,11 +52,42 @@ def _read_fp8(given: Mapping[str, Any]) -> Quantization:
     return Quantization(Scales.BLOCK, "weight_scale_inv", ignored)
 
 
+def _read_awq(given: Mapping[str, Any]) -> Quantization:
+    """Zeros are stored, whatever zero_point says."""
+    _check_four_bits(given)
+    version = given.get("version", "gemm")
+    if str(version).lower() != "gemm":
+        raise _refusal(f"has the version {version!r}; 'gemm' is supported")
+    return Quantization(Scales.GROUP, "scales", _names(given, "modules_to_not_convert"), Words.AWQ)
+
+
+def _read_gptq(given: Mapping[str, Any]) -> Quantization:
+    """Zeros are stored, whether sym or not."""
+    _check_four_bits(given)
+    if given.get("desc_act", False) is not False:
+        raise _refusal(f"has desc_act {given['desc_act']!r}; False is supported")
+    form = given.get("checkpoint_format") or "gptq"
+    if form not in ("gptq", "gptq_v2") or given.get("is_marlin_format"):
+        raise _refusal(f"has the checkpoint_format {form!r}; 'gptq' and 'gptq_v2' are supported, and not Marlin's")
+    for own in ("lm_head", "dynamic", "modules_in_block_to_quantize"):
+        if given.get(own):
+            raise _refusal(f"has {own} {given[own]!r}; all linear layers but the output head are to be alike")
+    return Quantization(Scales.GROUP, "scales", _names(given, "modules_to_not_convert"), Words(form))
+
+
+def _check_four_bits(given: Mapping[str, Any]) -> None:
+    bits, size = given.get("bits"), given.get("group_size")
+    if (bits, size) != (4, GROUP):
+        raise _refusal(f"has bits {bits!r} and group_size {size!r}; 4 and {GROUP} are supported")
+
+
 def _read_compressed(given: Mapping[str, Any]) -> Quantization:
     groups = given.get("config_groups")
     group = next(iter(groups.values()), None) if isinstance(groups, Mapping) and len(groups) == 1 else None
     if not isinstance(group, Mapping) or group.get("targets") != ["Linear"]:
         raise _refusal("has other config_groups than one, with the targets ['Linear']")
+    if given.get("format") == "pack-quantized":
+        return _read_packed(given, group)
     for part in ("weights", "input_activations"):
         numbers = group.get(part)
         kind = {} if not isinstance(numbers, Mapping) else numbers
@@ -66,10 +101,29 @@ def _read_compressed(given: Mapping[str, Any]) -> Quantization:
         )
     if scales is Scales.BLOCK and weights.get("block_structure") != _BLOCKS:
         raise _refusal(f"has the block_structure {weights.get('block_structure')!r}; {_BLOCKS} is supported")
+    _check_dense(given)
+    return Quantization(scales, "weight_scale", _names(given, "ignore"))
+
+
+def _read_packed(given: Mapping[str, Any], group: Mapping[str, Any]) -> Quantization:
+    numbers = group.get("weights")
+    kind = {} if not isinstance(numbers, Mapping) else numbers
+    wanted = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": True}
+    if any(kind.get(name) != value for name, value in wanted.items()) or kind.get("actorder"):
+        raise _refusal(
+            f"has weights of {numbers!r}; symmetric integers of 4 bits in groups of {GROUP}, without actorder, "
+            "are supported"
+        )
+    if group.get("input_activations") is not None:
+        raise _refusal(f"has input_activations of {group['input_activations']!r}; none are supported with 4 bits")
+    _check_dense(given)
+    return Quantization(Scales.GROUP, "weight_scale", _names(given, "ignore"), Words.COMPRESSED)
+
+
+def _check_dense(given: Mapping[str, Any]) -> None:
     sparsity = given.get("sparsity_config")
     if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
         raise _refusal("has a sparsity_config")
-    return Quantization(scales, "weight_scale", _names(given, "ignore"))
 
 
 def _names(given: Mapping[str, Any], key: str) -> tuple[str, ...]:

@@ -22,16 +22,16 @@ PASS_BYTES = 4e9  # about the need of the largest pass and its graphs
 PASS_SECONDS = 0.9e-3, 3.2e-3
 
 
-def shape_of(config: ModelConfig, *, in_e4m3: bool = False) -> ModelShape:
+def shape_of(config: ModelConfig, *, in_e4m3: bool = False, in_int4: bool = False) -> ModelShape:
     """The sizes of a model that determine the cost of a token, with only the experts that one goes through.
 
-    `in_e4m3`: whether the weights of layers are held in e4m3; experts never are.
+    `in_e4m3`, `in_int4`: whether the weights of layers are held in e4m3, or in 4 bits; experts never are.
     """
     from radixrt.models.mixtral import MixtureConfig  # torch
 
     size = config.intermediate_size
     if isinstance(config, MixtureConfig):
-        in_e4m3 = False
+        in_e4m3 = in_int4 = False
         size = config.size_of_a_token
     return ModelShape(
         num_layers=config.num_layers,
@@ -43,6 +43,7 @@ def shape_of(config: ModelConfig, *, in_e4m3: bool = False) -> ModelShape:
         vocab_size=config.vocab_size,
         bytes_per_value=config.dtype.itemsize,
         layers_in_e4m3=in_e4m3,
+        layers_in_int4=in_int4,
     )
 
 

@@ -24,6 +24,9 @@ class DeviceSpeed:
 KNOWN_DEVICES = {"NVIDIA H200": DeviceSpeed(bandwidth=4.26e12, flops=790e12)}
 
 
+_INT4_GROUP = 128  # weights in 4 bits that share a scale and a zero, of a byte
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """The sizes of a decoder that determine the cost of a token, without norms and biases, which are small."""
@@ -37,6 +40,7 @@ class ModelShape:
     vocab_size: int
     bytes_per_value: int = 2  # of weights and KV
     layers_in_e4m3: bool = False  # their weights take a byte each, whatever the others take
+    layers_in_int4: bool = False  # half a byte each, with their scales and zeros besides
 
     @property
     def layer_weights(self) -> int:
@@ -52,8 +56,14 @@ class ModelShape:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights, without the scales of e4m3."""
-        bytes_of_layers = 1 if self.layers_in_e4m3 else self.bytes_per_value
-        return self.layer_weights * bytes_of_layers + self.head_weights * self.bytes_per_value
+        return self._bytes_of_layers + self.head_weights * self.bytes_per_value
+
+    @property
+    def _bytes_of_layers(self) -> int:
+        if self.layers_in_int4:
+            groups = self.layer_weights // _INT4_GROUP
+            return self.layer_weights // 2 + groups * (self.bytes_per_value + 1)
+        return self.layer_weights * (1 if self.layers_in_e4m3 else self.bytes_per_value)
 
     @property
     def layer_ops(self) -> int:

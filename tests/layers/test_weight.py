@@ -24,7 +24,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def placement(quantization: Quantization | None = None, *, holds: bool = True) -> Placement:
-    return Placement(torch.float32, CPU, quantization=quantization, holds_e4m3=holds)
+    return Placement(torch.float32, CPU, quantization=quantization, holds_quantised=holds)
 
 
 def fill(layer: Linear, stored: dict[str, Tensor]) -> None:
@@ -102,7 +102,9 @@ def test_layers_that_checkpoints_never_quantise() -> None:
 
 def test_a_held_weight_runs_its_kernel() -> None:
     require_interpreter()
-    weight = Weight(64, 128, placement=Placement(torch.float32, CPU, "triton", quantization=ROWS, holds_e4m3=True))
+    weight = Weight(
+        64, 128, placement=Placement(torch.float32, CPU, "triton", quantization=ROWS, holds_quantised=True)
+    )
     codes, scale = quantised_weight(random(64, 128), blocks=False)
     for name, place in weight.places("x", 0, 64):
         place.copy_(codes if name == "x.weight" else scale.unsqueeze(1))

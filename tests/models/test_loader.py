@@ -707,8 +707,8 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "llama",
-        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-        "quant_method 'gptq'; fp8 and compressed-tensors are supported: take the checkpoint that is not quantised",
+        {"quantization_config": {"quant_method": "hqq", "bits": 4}},
+        "quant_method 'hqq'; fp8, awq, gptq and compressed-tensors are supported: take the checkpoint",
     ),
     (
         "llama",

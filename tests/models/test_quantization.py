@@ -275,7 +275,8 @@ def test_another_quantisation_than_fp8(tmp_path: Path) -> None:
 def test_blocks_of_rows_that_are_put_in_another_order(tmp_path: Path) -> None:
     write(checkpoints.glm4(), tmp_path, "fp8 blocks")
     with pytest.raises(
-        ModelError, match=r"[qk]_proj.weight_scale_inv is of blocks of rows, but these rows are loaded in an"
+        ModelError,
+        match=r"[qk]_proj.weight_scale_inv is of blocks or words of rows, but these rows are loaded",
     ):
         load_model(tmp_path)
 
@@ -304,7 +305,7 @@ def test_which_layers_are_ignored() -> None:
 
 
 REFUSED: list[tuple[object, str]] = [
-    ({"quant_method": "awq", "bits": 4}, "quant_method 'awq'; fp8 and compressed-tensors are supported"),
+    ({"quant_method": "hqq"}, "quant_method 'hqq'; fp8, awq, gptq and compressed-tensors are supported"),
     ({}, "quant_method None"),
     ([1], r"is \[1\]"),
     (fp8_config(weight_block_size=[64, 64]), r"weight_block_size \[64, 64\] and activation_scheme 'dynamic'"),
@@ -370,7 +371,7 @@ def test_a_block_whose_weights_are_held_otherwise_is_of_another_kind(tmp_path: P
     """Kernels are warmed up with a block of each kind."""
     config = ModelConfig.from_folder(checkpoints.write(checkpoints.llama(num_hidden_layers=6), tmp_path))
     placement = Placement(
-        torch.float32, torch.device("meta"), quantization=Quantization(Scales.ROW), holds_e4m3=True
+        torch.float32, torch.device("meta"), quantization=Quantization(Scales.ROW), holds_quantised=True
     )
     decoder = Decoder(config, placement)
     for block in decoder.blocks[:3]:

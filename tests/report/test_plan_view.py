@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import re
+import shutil
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import radixrt.batch.formats.source
+from radixrt.builtin import MODEL_PATH
 from radixrt.cli import main
 from radixrt.errors import ParameterError
 from radixrt.limits import RunLimits
@@ -31,6 +33,7 @@ from radixrt.report.plan_view import print_plan
 from radixrt.workloads.bound import DeviceSpeed, ModelShape
 from tests.planning.test_prefix_order import prompt_lists
 from tests.support.file_limit import file_limit
+from tests.support.int4_checkpoints import awq_config
 from tests.support.plans import planned
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "questions.jsonl"
@@ -285,6 +288,22 @@ def test_quantised_weights_where_a_card_multiplies_them(monkeypatch: pytest.Monk
     for options in ("", "--quantization fp8", "--quantization fp8 --card a100"):
         assert main(["plan", str(EXAMPLES), "--max-total-tokens", "1000", *options.split()]) == 0
     assert [shape.layers_in_e4m3 for shape in shapes] == [False, True, False]
+
+
+def test_weights_in_4_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[ModelShape] = []
+
+    def recorded(config: ModelConfig, **options: Any) -> ModelShape:
+        shapes.append(shape_of(config, **options))
+        return shapes[-1]
+
+    monkeypatch.setattr("radixrt.planning.cards.shape_of", recorded)
+    shutil.copytree(MODEL_PATH, tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": awq_config()}))
+    options = ["--max-total-tokens", "1000", "--model", str(tmp_path / "model")]
+    assert main(["plan", str(EXAMPLES), *options]) == 0
+    assert [(shape.layers_in_e4m3, shape.layers_in_int4) for shape in shapes] == [(False, True)]
 
 
 def test_the_command_tells_what_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,6 +35,7 @@ from triton_ops.kv.kv_copy import kv_copy
 from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, qk_norm_rope_store
 from triton_ops.kv.view import KVView
 from triton_ops.linear.e4m3_linear import e4m3_linear, quantise_rows
+from triton_ops.linear.int4_linear import dequantized_int4, int4_linear
 from triton_ops.linear.ordered_linear import ordered_linear
 from triton_ops.linear.split_k_linear import split_k_linear
 from triton_ops.moe.moe import moe
@@ -84,6 +85,7 @@ def kernel_cases() -> Iterator[KernelCase]:
     yield from _elementwise_cases()
     yield from _linear_cases()
     yield from _ordered_cases()
+    yield from _int4_cases()
     yield from _e4m3_cases()
     yield from _expert_cases()
     yield from _sampling_cases()
@@ -492,6 +494,29 @@ def _ordered_cases() -> Iterator[KernelCase]:
             bias = empty(num_columns) if has_bias else None
             call = partial(ordered_linear, empty(num_rows, depth), empty(num_columns, depth), bias, impl="triton")
             yield KernelCase(ordered_linear, name, call, few, wgmma)
+
+
+# --- projections of 4 bits ---
+
+
+def _int4_cases() -> Iterator[KernelCase]:
+    """Every tile, with a bias and without."""
+    for num_columns, depth in ((6144, 4096), (4096, 14_336), (100, 128)):
+        for num_rows, dtype, has_bias in product((1, 32, 64, 512), (torch.bfloat16, torch.float16), (False, True)):
+            name = f"{num_rows} x {num_columns} x {depth}, {SHORT_NAMES[dtype]}{', bias' * has_bias}"
+            few = dtype == torch.bfloat16 and num_columns == 6144 and has_bias == (num_rows == 32)
+            empty = partial(torch.empty, dtype=dtype)
+            held = (
+                torch.empty(num_columns, depth // 2, dtype=torch.uint8),
+                empty(num_columns, depth // 128),
+                torch.empty(num_columns, depth // 128, dtype=torch.uint8),
+                empty(num_columns) if has_bias else None,
+            )
+            call = partial(int4_linear, empty(num_rows, depth), *held, impl="triton")
+            yield KernelCase(int4_linear, name, call, few, wgmma=True)
+            if num_rows == 1 and not has_bias:
+                call = partial(dequantized_int4, *held[:3], impl="triton")
+                yield KernelCase(dequantized_int4, f"{num_columns} x {depth}, {SHORT_NAMES[dtype]}", call, few)
 
 
 # --- projections of e4m3 ---
