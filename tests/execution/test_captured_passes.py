@@ -24,11 +24,12 @@ from radixrt import FinishReason, PassError, RequestOutput, Runtime
 from radixrt import SamplingParams as Params
 from radixrt.cache.radix_tree import Namespace
 from radixrt.engine.engine import Engine
+from radixrt.execution import graphs
 from radixrt.execution.attention import planner as attention_planner
 from radixrt.execution.attention.pass_plans import CUT, WHOLE, PlanShape
 from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
 from radixrt.execution.executor import Executor, Forward
-from radixrt.execution.graphs import CAPTURED_DRAWS, MAX_CAPTURED_BATCH, ladder
+from radixrt.execution.graphs import CAPTURED_DRAWS, ladder
 from radixrt.execution.in_flight import PassTimer
 from radixrt.execution.model_runner import ModelRunner, Tuning
 from radixrt.execution.pass_builder import PackedPass, PassBuilder, PassKey
@@ -461,9 +462,12 @@ def test_each_family(family: str, tmp_path: Path, launches: Launches) -> None:
     assert {size for _, size, _ in decodes_of(launches)} == {1, 2, 4, 7}
 
 
-@pytest.mark.parametrize("most", [1, 3, 65, MAX_CAPTURED_BATCH + 1])
-def test_more_requests_than_run_at_once(folder: Path, most: int, launches: Launches) -> None:
+@pytest.mark.parametrize("most", [1, 3, 65, 131])
+def test_more_requests_than_run_at_once(
+    folder: Path, most: int, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All that may decode together do; passes of more than are captured are launched kernel by kernel."""
+    monkeypatch.setattr(graphs, "MAX_CAPTURED_BATCH", 130)
     prompts = random_prompts(2 * most + 3, most=6)
     params = [replace(GREEDY, max_new_tokens=2 + i % 5) for i in range(len(prompts))]
     options = {"max_running_requests": most, "max_total_tokens": 20 * most + 100}
@@ -476,7 +480,7 @@ def test_more_requests_than_run_at_once(folder: Path, most: int, launches: Launc
             assert_same(runtime.generate(prompts, params), expected)
     decodes = [pass_.num_rows for pass_, _ in launches if not pass_.num_extends]
     assert max(decodes) == most
-    assert [count for count, _, _ in decodes_of(launches)] == [n for n in decodes if n <= MAX_CAPTURED_BATCH]
+    assert [count for count, _, _ in decodes_of(launches)] == [n for n in decodes if n <= 130]
 
 
 @pytest.mark.parametrize("attention", ["tree", "flat"])
