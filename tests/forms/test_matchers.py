@@ -101,6 +101,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long_unless(kept=lambda given: given["subject"] == "builtin" or given["name"] in ("types", "unicode"))
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_json(subject: Subject, name: str) -> None:
     import jsonschema

@@ -76,6 +76,7 @@ def folders(cache: Path) -> list[Path]:
     return [each for each in cache.iterdir() if not each.name.startswith(".")]
 
 
+@pytest.mark.long_unless(kept=lambda given: given["name"] in list(MODELS)[:4])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_model(name: str, tmp_path: Path) -> None:
     """As from transformers' own folder of it: config and weights, which decide all else."""
