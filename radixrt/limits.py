@@ -37,7 +37,6 @@ NO_PASSES = PassLimits(max_running_requests=0, chunked_prefill_size=0)
 GPU_LIMITS = PassLimits(max_running_requests=2048, chunked_prefill_size=16_384)
 CPU_LIMITS = PassLimits(max_running_requests=64, chunked_prefill_size=2048)
 
-
 _BYTES_A_LOGIT = 17  # of a pass whose requests want everything; measured on an H200
 _MAX_SHARE = 0.15  # of the free memory, for what grows with the requests at once
 _TOKENS_A_REQUEST = 256  # that the KV pool should hold for each
