@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -325,14 +326,18 @@ def gpt_oss(seed: int = 0, **changes: Any) -> GptOssForCausalLM:
 def gpt_oss_in_mxfp4(seed: int = 0, **changes: Any) -> GptOssForCausalLM:
     """Its experts' weights are what `packed` means: the tensors that `write` stores in their places."""
     model = gpt_oss(seed, **{"intermediate_size": 64, **changes})
-    generator, packed = torch.Generator().manual_seed(seed), {}
+    packed = {}
+    draw = partial(
+        torch.randint, dtype=torch.uint8, generator=torch.Generator("cpu").manual_seed(seed), device="cpu"
+    )
     for name, weight in model.named_parameters():
         if name.endswith(("gate_up_proj", "down_proj")):
             num_experts, depth, columns = weight.shape
             groups = num_experts, columns, depth // 32
-            blocks = torch.randint(256, (*groups, 16), dtype=torch.uint8, generator=generator)
-            scales = torch.randint(121, 126, groups, dtype=torch.uint8, generator=generator)
-            weight.data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            blocks, scales = draw(256, (*groups, 16)), draw(121, 126, groups)
+            weight.data = convert_moe_packed_tensors(
+                blocks.to(weight.device), scales.to(weight.device), dtype=torch.float32
+            )
             packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
     model.packed = packed
     return model

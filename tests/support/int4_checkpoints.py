@@ -68,9 +68,11 @@ def write(model: Any, folder: Path, words: Words, **changes: Any) -> Any:
         if match is None or match[1] in left:
             stored[name] = weight
             continue
-        values, scales, zeros = quantised(weight, symmetric=words in (Words.COMPRESSED, Words.GPTQ_V2))
-        weights[name] = dequantised(values, scales, zeros)
-        stored |= {f"{match[1]}.{kind}": tensor for kind, tensor in packed(values, scales, zeros, words).items()}
+        with torch.device("cpu"):
+            values, scales, zeros = quantised(weight, symmetric=words in (Words.COMPRESSED, Words.GPTQ_V2))
+            weights[name] = dequantised(values, scales, zeros)
+            parts = packed(values, scales, zeros, words)
+        stored |= {f"{match[1]}.{kind}": tensor for kind, tensor in parts.items()}
     save_file(weights, folder / "model.safetensors")
     reference = type(model).from_pretrained(folder, dtype=torch.float32).eval()
     save_file(stored, folder / "model.safetensors")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.functional import pad
 
 from triton_ops.activations.elementwise import as_rows
@@ -19,6 +20,8 @@ from triton_ops.tuning import E4M3_ROW, e4m3_linear_config
 BLOCK = 128  # of a weight's rows and columns, and of x's columns, that have a scale in common
 # Of a row or group whose largest number is smaller, all zeros among them, the scale is as if that were it.
 SMALLEST_MAX = 2.0**-64
+# Up to so many rows the kernel is faster than torch's product, of x's scales by row and of those by group.
+FEW_ROWS, FEW_ROWS_OF_GROUPS = 64, 16
 FAST_SUMS = False  # of torch's product: all in a tensor core's accumulator, which has fewer bits than float32
 
 
@@ -49,7 +52,8 @@ def _spread(scale: Tensor, num_rows: int, depth: int) -> Tensor:
 
 
 def _scale_of(largest: Tensor) -> Tensor:
-    return largest.clamp_min(SMALLEST_MAX) / E4M3_MAX
+    # By a tensor: a GPU would multiply by the reciprocal of a number, which is not always the same.
+    return largest.clamp_min(SMALLEST_MAX) / torch.full_like(largest, E4M3_MAX)
 
 
 def _codes(wide: Tensor, scale: Tensor) -> Tensor:
@@ -159,7 +163,7 @@ def e4m3_linear(
         wide = codes.float().mul_(_spread_groups(x_scale, x.shape[-1]) if groups else x_scale)
         result = wide @ dequantised_weight(weight, scale).T
         out = (result if bias is None else result + bias.float()).to(x.dtype)
-    elif _torch_can(x, weight, groups=groups):
+    elif _torch_is_faster(codes, weight, bias, x.dtype, groups=groups):
         out = torch_scaled_product(codes, x_scale, weight, scale, bias, x.dtype)
     else:
         out = scaled_product(codes, x_scale, weight, scale, bias, x.dtype)
@@ -185,13 +189,25 @@ def _check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Non
         )
 
 
-def _torch_can(x: Tensor, weight: Tensor, *, groups: bool) -> bool:
-    """Whether torch's scaled product serves: for scales of rows, sizes that are multiples of 16, and results in
-    bfloat16. It is used on Hopper alone, as other GPUs were not tried.
+def _torch_is_faster(
+    codes: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *, groups: bool
+) -> bool:
+    """Whether torch's scaled product serves, and the rows are enough for it. It is used on Hopper alone, as other
+    GPUs were not tried.
     """
-    if x.device.type != "cuda" or not gpu_of(x.device).has_wgmma or groups or len(x) == 0:
+    if codes.device.type != "cuda" or not gpu_of(codes.device).has_wgmma or dtype != torch.bfloat16:
         return False
-    return x.dtype == torch.bfloat16 and all(size % 16 == 0 for size in weight.shape)
+    (num_columns, depth), num_rows = weight.shape, len(codes)
+    if groups:
+        # cuBLAS wants blocks that are whole, and fours of a row's scales.
+        fits = (
+            num_columns % BLOCK == 0
+            and depth % (4 * BLOCK) == 0
+            and bias is None
+            and hasattr(functional, "scaled_mm")
+        )
+        return fits and num_rows > FEW_ROWS_OF_GROUPS
+    return num_columns % 16 == 0 and depth % 16 == 0 and num_rows > FEW_ROWS
 
 
 def torch_scaled_product(
@@ -204,10 +220,26 @@ def torch_scaled_product(
     *,
     fast_sums: bool = FAST_SUMS,
 ) -> Tensor:
-    """`scaled_product` by torch, for scales of rows."""
-    return torch._scaled_mm(
-        codes, weight.T, x_scale, scale.unsqueeze(0), bias=bias, out_dtype=dtype, use_fast_accum=fast_sums
-    )
+    """`scaled_product` by torch, on a GPU for scales of blocks; `fast_sums` are those of scales of rows alone."""
+    if scale.dim() == 1:
+        return torch._scaled_mm(
+            codes, weight.T, x_scale, scale.unsqueeze(0), bias=bias, out_dtype=dtype, use_fast_accum=fast_sums
+        )
+    # A column of x's scales lies in one piece, and its length is a multiple of four.
+    num_rows = len(codes)
+    if missing := -num_rows % 4:
+        codes = pad(codes.view(torch.uint8), (0, 0, 0, missing)).view(E4M3)
+        x_scale = pad(x_scale, (0, 0, 0, missing))
+    return functional.scaled_mm(
+        codes,
+        weight.T,
+        x_scale.T.contiguous().T,
+        functional.ScalingType.BlockWise1x128,
+        scale.T,
+        functional.ScalingType.BlockWise128x128,
+        bias=bias,
+        output_dtype=dtype,
+    )[:num_rows]
 
 
 def scaled_product(

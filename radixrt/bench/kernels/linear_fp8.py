@@ -52,10 +52,8 @@ def _ours(inputs: E4M3Inputs) -> Call:
 
 
 def _by(product: Callable[..., Tensor], inputs: E4M3Inputs) -> Call:
-    """By one of the products of scales of rows."""
-
     def project() -> Tensor:
-        codes, scale = quantise_rows(inputs.x, groups=False, impl="triton")
+        codes, scale = quantise_rows(inputs.x, groups=inputs.scale.dim() == 2, impl="triton")
         return product(codes, scale, inputs.codes, inputs.scale, None, inputs.x.dtype)
 
     return _call(project)
@@ -88,12 +86,13 @@ def e4m3_case(num_rows: int, depth: int, num_columns: int, *, blocks: bool) -> C
 
         return [made() for _ in range(copies)]
 
-    contenders = [Contender("radixrt", _ours)]
-    if not blocks:
-        contenders += [
-            Contender("Triton", partial(_by, scaled_product)),
-            Contender("torch, fast sums", partial(_by, partial(torch_scaled_product, fast_sums=True))),
-        ]
+    contenders = [Contender("radixrt", _ours), Contender("Triton", partial(_by, scaled_product))]
+    if blocks:
+        contenders.append(Contender("torch", partial(_by, torch_scaled_product)))
+    else:
+        contenders.append(
+            Contender("torch, fast sums", partial(_by, partial(torch_scaled_product, fast_sums=True)))
+        )
     # x and the weight are read, the result is written.
     num_bytes = (num_rows * depth + num_rows * num_columns) * DTYPE.itemsize + num_columns * depth
     return Case(
