@@ -61,10 +61,7 @@ def device_speed(device: torch.device, bandwidth: float | None, flops: float | N
 
 
 def model_shape(runtime: Runtime, dtype: str) -> ModelShape:
-    """The shape of a Runtime's model; `dtype` is the Runtime's option.
-
-    Of a mixture, with the experts that one token goes through.
-    """
+    """The shape of a Runtime's model; `dtype` is the Runtime's option."""
     in_e4m3, in_int4 = (_held(runtime, dtype, numbers) for numbers in ("e4m3", "4 bits"))
     shape = shape_of(runtime.config, in_e4m3=in_e4m3, in_int4=in_int4)
     return replace(shape, bytes_per_value=value_bytes(runtime, dtype))

@@ -65,8 +65,8 @@ class Glm4MoeConfig(MixtureConfig):
         }
 
     @property
-    def size_of_a_token(self) -> int:
-        return super().size_of_a_token + self.shared_size
+    def size_of_all(self) -> int:
+        return self.shared_size
 
 
 class SharedMoE(SparseMoE):

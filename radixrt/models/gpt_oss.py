@@ -16,7 +16,7 @@ from radixrt.errors import ModelError
 from radixrt.models.decoder import Attention, Decoder
 from radixrt.models.mixtral import MixtureConfig
 from triton_ops.activations.clamped_swiglu import LIMIT, clamped_swiglu
-from triton_ops.moe.mxfp4 import GROUP
+from triton_ops.moe.mxfp4 import BYTES, GROUP
 
 _STACKED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(|_bias|_blocks|_scales)")
 _DIMENSIONS = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}  # of what is stored for all experts
@@ -27,6 +27,10 @@ class GptOssConfig(MixtureConfig):
     """`mxfp4`: the experts' matrices are stored, and stay, in four bits."""
 
     mxfp4: bool
+
+    @property
+    def bytes_of_expert_weights(self) -> float | None:
+        return (BYTES + 1) / GROUP if self.mxfp4 else None
 
     @classmethod
     def read_quantization(cls, given: object) -> Quantization | None:

@@ -47,9 +47,14 @@ class MixtureConfig(ModelConfig):
         }
 
     @property
-    def size_of_a_token(self) -> int:
-        """The intermediate sizes of all that a token goes through in a mixture."""
-        return self.top_k * self.expert_size
+    def size_of_all(self) -> int:
+        """The intermediate size of what all tokens go through beside their experts."""
+        return 0
+
+    @property
+    def bytes_of_expert_weights(self) -> float | None:
+        """Of each in memory; None: those of the model's dtype."""
+        return None
 
 
 class MixtralBlock(Block):

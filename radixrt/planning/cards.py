@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from radixrt.checks import check_float
 from radixrt.errors import ParameterError
-from radixrt.workloads.bound import KNOWN_DEVICES, DeviceSpeed, ModelShape
+from radixrt.workloads.bound import KNOWN_DEVICES, DeviceSpeed, Experts, ModelShape
 
 if TYPE_CHECKING:
     from radixrt.models.config import ModelConfig
@@ -23,16 +23,16 @@ PASS_SECONDS = 0.9e-3, 3.2e-3
 
 
 def shape_of(config: ModelConfig, *, in_e4m3: bool = False, in_int4: bool = False) -> ModelShape:
-    """The sizes of a model that determine the cost of a token, with only the experts that one goes through.
+    """The sizes of a model that determine the cost of a token.
 
     `in_e4m3`, `in_int4`: whether the weights of layers are held in e4m3, or in 4 bits; experts never are.
     """
     from radixrt.models.mixtral import MixtureConfig  # torch
 
-    size = config.intermediate_size
+    size, experts = config.intermediate_size, None
     if isinstance(config, MixtureConfig):
-        in_e4m3 = in_int4 = False
-        size = config.size_of_a_token
+        size = config.size_of_all
+        experts = Experts(config.num_experts, config.top_k, config.expert_size, config.bytes_of_expert_weights)
     return ModelShape(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -44,6 +44,7 @@ def shape_of(config: ModelConfig, *, in_e4m3: bool = False, in_int4: bool = Fals
         bytes_per_value=config.dtype.itemsize,
         layers_in_e4m3=in_e4m3,
         layers_in_int4=in_int4,
+        experts=experts,
     )
 
 

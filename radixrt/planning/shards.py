@@ -176,7 +176,7 @@ def cut_in_pieces(
     found = np.maximum(np.minimum(asked.match_limits, np.maximum(shared, held)), held)
     running = max(1, min(limits.max_running_requests, int(asked.num_answers.sum())))
     private = asked.lengths - shared + asked.grown / 2
-    token_bytes = shape.weight_bytes / running + shape.kv_bytes * private
+    token_bytes = shape.read_bytes(float(running)) / running + shape.kv_bytes * private
     token_ops = shape.weight_ops + shape.attention_ops * (asked.lengths + asked.grown / 2)
     answer = asked.grown * np.maximum(token_bytes / speed.bandwidth, token_ops / speed.flops)
     prompt = _prefill_seconds(found, asked.lengths, shape, speed)

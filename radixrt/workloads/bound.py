@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from radixrt.workloads.lists import WorkloadPrompt
 from radixrt.workloads.programs import Round, with_history
@@ -24,12 +26,29 @@ class DeviceSpeed:
 KNOWN_DEVICES = {"NVIDIA H200": DeviceSpeed(bandwidth=4.26e12, flops=790e12)}
 
 
+FloatOrArray = TypeVar("FloatOrArray", float, npt.NDArray[Any])
 _INT4_GROUP = 128  # weights in 4 bits that share a scale and a zero, of a byte
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The mixture in each layer: a token goes through `chosen` of `count` experts of an intermediate `size`.
+
+    `bytes_per_weight`: of theirs; None: as of other values.
+    """
+
+    count: int
+    chosen: int
+    size: int
+    bytes_per_weight: float | None = None
+
+
+@dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a decoder that determine the cost of a token, without norms and biases, which are small."""
+    """The sizes of a decoder that determine the cost of a token, without norms and biases, which are small.
+
+    `intermediate_size` is of what all tokens go through, `experts` comes on top.
+    """
 
     num_layers: int
     hidden_size: int
@@ -41,10 +60,11 @@ class ModelShape:
     bytes_per_value: int = 2  # of weights and KV
     layers_in_e4m3: bool = False  # their weights take a byte each, whatever the others take
     layers_in_int4: bool = False  # half a byte each, with their scales and zeros besides
+    experts: Experts | None = None
 
     @property
     def layer_weights(self) -> int:
-        """Weights of all layers: the attention's four projections, and the MLP's three."""
+        """Weights of all layers without experts: the attention's four projections, and the MLP's three."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
         return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
@@ -56,6 +76,30 @@ class ModelShape:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights, without the scales of e4m3."""
+        num_experts = 0 if self.experts is None else self.experts.count
+        return self._bytes_of_common + round(num_experts * self._bytes_of_an_expert)
+
+    def read_bytes(self, num_tokens: FloatOrArray) -> FloatOrArray:
+        """Bytes of the weights that a pass of `num_tokens` tokens reads, each once. Of experts, those that so many
+        tokens choose in the mean if they choose evenly.
+        """
+        if self.experts is None:
+            return self._bytes_of_common + 0.0 * num_tokens
+        left_out: FloatOrArray = (1 - self.experts.chosen / self.experts.count) ** num_tokens
+        return self._bytes_of_common + self.experts.count * (1 - left_out) * self._bytes_of_an_expert
+
+    @property
+    def _weights_of_an_expert(self) -> int:
+        """In all layers."""
+        return 0 if self.experts is None else self.num_layers * 3 * self.hidden_size * self.experts.size
+
+    @property
+    def _bytes_of_an_expert(self) -> float:
+        own = None if self.experts is None else self.experts.bytes_per_weight
+        return self._weights_of_an_expert * (self.bytes_per_value if own is None else own)
+
+    @property
+    def _bytes_of_common(self) -> int:
         return self._bytes_of_layers + self.head_weights * self.bytes_per_value
 
     @property
@@ -70,7 +114,8 @@ class ModelShape:
         """Operations of a token's products with the layers' weights, 2 a weight. Of e4m3 two count as one: GPUs
         that have such products do twice as many of them as of bf16, by published figures.
         """
-        return (1 if self.layers_in_e4m3 else 2) * self.layer_weights
+        of_experts = 0 if self.experts is None else 2 * self.experts.chosen * self._weights_of_an_expert
+        return (1 if self.layers_in_e4m3 else 2) * self.layer_weights + of_experts
 
     @property
     def weight_ops(self) -> int:
@@ -98,9 +143,9 @@ def list_bound(
 
     Prefill: every distinct prompt token that is not part of `computed_before` goes once through the layers, with
     its causal attention, and one row a request through the head. Decode: all requests run from the first step on.
-    A step costs its bytes over bandwidth (all weights once, each distinct KV once) or its
-    operations over flops, whichever is more. The prompts' distinct tokens count for the share of the requests
-    that still run.
+    A step costs its bytes over bandwidth (all weights once, of experts those that it touches, each distinct KV
+    once) or its operations over flops, whichever is more. The prompts' distinct tokens count for the share of the
+    requests that still run.
     """
     inputs = [prompt.input_ids for prompt in prompts]
     work = shared_prefixes(inputs, computed_before)
@@ -122,7 +167,7 @@ def list_bound(
 
     distinct = token_statistics(inputs).distinct_tokens
     kv_tokens = distinct * running / max(1, len(prompts)) + running * steps
-    step_bytes = shape.weight_bytes + kv_tokens * shape.kv_bytes
+    step_bytes = shape.read_bytes(running) + kv_tokens * shape.kv_bytes
     step_ops = shape.weight_ops * running + shape.attention_ops * (prompt_context + running * steps)
     decode = np.maximum(step_bytes / speed.bandwidth, step_ops / speed.flops).sum()
     return float(prefill_ops / speed.flops + decode)

@@ -26,7 +26,8 @@ from radixrt.cli import main
 from radixrt.errors import RadixrtError
 from radixrt.models.config import read_architecture
 from radixrt.models.registry import find_architecture
-from radixrt.workloads.bound import ModelShape
+from radixrt.planning.cards import shape_of
+from radixrt.workloads.bound import Experts, ModelShape
 from tests.support.tiny_workloads import SIZES, make_tiny
 
 HOME = Path(radixrt.__file__).resolve().parent.parent
@@ -177,24 +178,15 @@ def test_figures() -> None:
     [
         ("qwen3-0.6b", ModelShape(28, 1024, 3072, 16, 8, 128, 151936)),
         ("llama-3.1-8b", ModelShape(32, 4096, 14336, 32, 8, 128, 128256)),
-        ("gpt-oss-20b", ModelShape(24, 2880, 2880, 64, 8, 64, 201088)),
+        ("llama-3.1-70b", ModelShape(80, 8192, 28672, 64, 8, 128, 128256)),
+        ("qwen3-30b-a3b", ModelShape(48, 2048, 0, 32, 4, 128, 151936, experts=Experts(128, 8, 768))),
+        ("gpt-oss-20b", ModelShape(24, 2880, 0, 64, 8, 64, 201088, experts=Experts(32, 4, 2880, 17 / 32))),
     ],
 )
 def test_shapes(name: str, shape: ModelShape, tmp_path: Path) -> None:
     folder = write_shape(name, tmp_path)
     config = find_architecture(read_architecture(folder)).config_class.from_folder(folder)
-    assert (
-        ModelShape(
-            config.num_layers,
-            config.hidden_size,
-            config.intermediate_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            config.vocab_size,
-        )
-        == shape
-    )
+    assert shape_of(config) == shape
     assert all(scale.shape in SHAPES for scale in SCALES.values())
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from radixrt.bench.catalogue import LISTS as LIST_NAMES
 from radixrt.bench.catalogue import SCALES, WORKLOADS
 from radixrt.workloads import TokenStatistics, best_hit_rate, token_statistics
-from radixrt.workloads.bound import DeviceSpeed, ModelShape, list_bound, program_bound
+from radixrt.workloads.bound import DeviceSpeed, Experts, ModelShape, list_bound, program_bound
 from radixrt.workloads.lists import (
     WorkloadPrompt,
     alone,
@@ -240,6 +240,8 @@ def test_a_small_vocabulary() -> None:
 TOY = ModelShape(1, 2, 3, 2, 1, 2, 5)
 E4M3 = replace(TOY, layers_in_e4m3=True)
 INT4 = replace(QWEN3, layers_in_int4=True)
+# All tokens go through a part of size 3, and through two of four experts of size 5, of 2 x 3 x 5 = 30 weights.
+MIXTURE = replace(TOY, experts=Experts(4, 2, 5))
 FAST = 1e30  # a speed that never is what limits
 
 
@@ -252,6 +254,19 @@ def test_shape() -> None:
     assert (INT4.weight_ops, INT4.kv_bytes) == (QWEN3.weight_ops, QWEN3.kv_bytes)
     assert (E4M3.kv_bytes, E4M3.attention_ops) == (8, 16)
     assert (QWEN3.layer_weights + QWEN3.head_weights) == pytest.approx(0.596e9, rel=1e-3)  # 0.6B, as it is called
+
+
+def test_shape_of_a_mixture() -> None:
+    assert MIXTURE.layer_weights == 42
+    assert MIXTURE.weight_bytes == 2 * (52 + 4 * 30)
+    assert (MIXTURE.layer_ops, MIXTURE.weight_ops) == (2 * (42 + 2 * 30), 2 * (52 + 2 * 30))
+    # A token reads two experts, two tokens three in the mean, many all.
+    assert [MIXTURE.read_bytes(n) for n in (1.0, 2.0)] == [2 * (52 + 2 * 30), 2 * (52 + 3 * 30)]
+    assert MIXTURE.read_bytes(1e3) == MIXTURE.weight_bytes
+    assert TOY.read_bytes(1.0) == TOY.read_bytes(1e3) == TOY.weight_bytes
+    in_4_bits = replace(MIXTURE, experts=replace(MIXTURE.experts, bytes_per_weight=0.5), layers_in_e4m3=True)
+    assert in_4_bits.weight_bytes == 42 + 2 * 10 + 4 * 30 / 2
+    assert in_4_bits.layer_ops == 42 + 2 * 2 * 30
 
 
 def test_bound_of_a_prefill() -> None:
@@ -277,6 +292,9 @@ def test_bound_of_a_decode() -> None:
     # Operations: 104 a token and 16 a token that it attends to: 3 + 1 each, then 3 + 2.
     prefill = 4 * 84 + 9 * 16 + 2 * 20
     assert list_bound(two, TOY, DeviceSpeed(FAST, 1.0)) == prefill + 2 * (104 + 4 * 16) + 104 + 5 * 16
+    # Two tokens read three experts, one reads two.
+    steps = 2 * (52 + 3 * 30) + 6 * 8 + 2 * (52 + 2 * 30) + (2 + 2) * 8
+    assert list_bound(two, MIXTURE, DeviceSpeed(1.0, FAST)) == pytest.approx(steps)
     # The larger of the two counts in each step.
     assert list_bound(two, TOY, DeviceSpeed(1.0, 1.0)) == prefill + 336 + 184
 
