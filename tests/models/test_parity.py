@@ -194,7 +194,9 @@ def prompt(length: int, seed: int) -> list[int]:
 def assert_close(ours: Tensor, theirs: Tensor, *, atol: float = 2e-5) -> None:
     if ours.device.type != "cpu":  # a GPU adds up in another order: 2.2e-5 was seen with experts
         atol = max(atol, 5e-5)
-    torch.testing.assert_close(ours, theirs, atol=atol, rtol=1e-5)
+    # Sums of float16 are rounded to 11 bits, which is not the same after another order.
+    rtol = 1e-5 if ours.dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(ours, theirs, atol=atol, rtol=rtol)
 
 
 def test_cold(session: Session, reference: Callable[[list[int]], Tensor]) -> None:

@@ -458,6 +458,5 @@ def _store_packed(folder: Path, packed: dict[str, torch.Tensor]) -> None:
     places = {name: file.name for file in folder.glob("*.safetensors") for name in load_file(file)}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     config = json.loads((folder / "config.json").read_text())
-    del config["dtype"]
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     (folder / "config.json").write_text(json.dumps(config))

@@ -21,7 +21,7 @@ BLOCK = 128  # of a weight's rows and columns, and of x's columns, that have a s
 # Of a row or group whose largest number is smaller, all zeros among them, the scale is as if that were it.
 SMALLEST_MAX = 2.0**-64
 # Up to so many rows the kernel is faster than torch's product, of x's scales by row and of those by group.
-FEW_ROWS, FEW_ROWS_OF_GROUPS = 64, 16
+FEW_ROWS, FEW_ROWS_OF_GROUPS = 64, 32
 FAST_SUMS = False  # of torch's product: all in a tensor core's accumulator, which has fewer bits than float32
 
 
