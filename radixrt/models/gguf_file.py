@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from layers.placement import Placement
 from radixrt.errors import ModelError
-from radixrt.models.config import check_sizes
+from radixrt.models.config import ModelConfig, check_sizes
 from radixrt.models.registry import find_architecture
 from radixrt.models.weight_files import INDEX_FILE, abbreviate
 
@@ -155,7 +155,7 @@ def _convert(file: Path, reader: GGUFReader, folder: Path) -> None:
             f"{file} takes {needed / 1e9:.1f} GB in bfloat16, and {folder.parent} has room for "
             f"{free / 1e9:.1f} GB; {CACHE_VARIABLE} names another folder"
         )
-    _write_weights(_tensors(reader, arch, names, config.num_heads, config.num_kv_heads), folder, len(names))
+    _write_weights(_tensors(reader, arch, names, config), folder, len(names))
 
 
 def _checked_architecture(file: Path, reader: GGUFReader) -> str:
@@ -309,13 +309,13 @@ def _fill_tokenizer(tokenizer: Any, reader: GGUFReader) -> None:
 
 
 def _tensors(
-    reader: GGUFReader, arch: str, names: Iterable[str], num_heads: int, num_kv_heads: int
+    reader: GGUFReader, arch: str, names: Iterable[str], config: ModelConfig
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of those names, in bfloat16. Raises ModelError if one is missing, or belongs nowhere."""
     from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
 
     number = next(number for number in MODEL_ARCH if MODEL_ARCH_NAMES[number] == arch)
-    known = get_tensor_name_map(number, 2**10)
+    known = get_tensor_name_map(number, config.num_layers)
     wanted: dict[str, list[str]] = {}  # names of a stored tensor: of one, or of all experts in turn
     for name in names:
         of_expert = _EXPERT.fullmatch(name)
@@ -332,7 +332,7 @@ def _tensors(
             continue
         values = _dequantised(tensor)
         stem = tensor.name.split(".")[-2]
-        if arch == "llama" and (heads := {"attn_q": num_heads, "attn_k": num_kv_heads}.get(stem)):
+        if arch == "llama" and (heads := {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(stem)):
             # Halves of a head's rows are stored in turn.
             values = values.view(heads, -1, 2, *values.shape[1:]).transpose(1, 2).flatten(0, 2)
         if arch in ("gemma2", "gemma3") and tensor.name.endswith("norm.weight"):

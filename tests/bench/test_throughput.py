@@ -217,7 +217,7 @@ def test_a_baseline_that_fails_or_lasts_hides_nothing(
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("no room\nfor anything")
 
-    for broken in ("start_manager", "answer", "__init__"):
+    for broken in ("answer", "__init__"):
         with monkeypatch.context() as patch:
             patch.setattr(TransformersBatching, broken, fails)
             assert main(command) == 0

@@ -192,10 +192,10 @@ def test_a_deep_tree_needs_no_recursion() -> None:
     assert len(tree.evict(10**9)) == depth + 199
 
 
-def test_100k_leaves_are_evicted_in_order_without_walks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_30k_leaves_are_evicted_in_order_without_walks(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = RadixTree()
     head = np.arange(100, dtype=np.int32)
-    count = 100_000
+    count = 30_000
     slot = 0
     for i in range(count):
         tokens = np.append(head, [200 + i, 7]).astype(np.int32)
