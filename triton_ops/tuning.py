@@ -443,7 +443,8 @@ class BlockConfig:
 
 
 ELEMENTWISE = BlockConfig(1024, 4)  # activations, and the weighted sum of experts
-E4M3_ROW = BlockConfig(8192, 8)  # at most, of a row that is quantised; not measured
+E4M3_ROW = BlockConfig(16_384, 16)  # at most, of a row that is quantised: shorter ones have as much for each warp
+E4M3_GROUPS = BlockConfig(2048, 4)  # of a row that is quantised in groups
 QK_NORM_ROPE = BlockConfig(2048, 4)  # a thread has 16 bytes of both halves of a head
 ROW_TABLES = BlockConfig(256, 4)
 LOGITS = BlockConfig(1024, 4)  # masks and penalties

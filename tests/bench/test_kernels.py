@@ -389,7 +389,7 @@ def test_linear_fp8_cases(blocks: bool, monkeypatch: pytest.MonkeyPatch, kernel_
             assert measurement.error is not None
             assert measurement.error < 1e-3
     assert [m.name for m in result.measurements] == (
-        ["radixrt", "Triton", "torch", "bf16"] if blocks else ["radixrt", "Triton", "torch, fast sums", "bf16"]
+        ["radixrt", "Triton", "torch", "bf16"] if blocks else ["radixrt", "Triton", "torch, exact sums", "bf16"]
     )
     assert case.work.bytes == 2 * 5 * (256 + 64) + 64 * 256
     quick = replace(CARD, e4m3_flops=1600e12)

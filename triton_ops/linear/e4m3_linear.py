@@ -15,14 +15,16 @@ from torch.nn.functional import pad
 from triton_ops.activations.elementwise import as_rows
 from triton_ops.implementation import Impl, cdiv, gpu_of, next_power_of_2, runs_triton, tl, triton
 from triton_ops.kv.e4m3 import E4M3, E4M3_MAX, to_e4m3
-from triton_ops.tuning import E4M3_ROW, e4m3_linear_config
+from triton_ops.tuning import E4M3_GROUPS, E4M3_ROW, e4m3_linear_config
 
 BLOCK = 128  # of a weight's rows and columns, and of x's columns, that have a scale in common
 # Of a row or group whose largest number is smaller, all zeros among them, the scale is as if that were it.
 SMALLEST_MAX = 2.0**-64
 # Up to so many rows the kernel is faster than torch's product, of x's scales by row and of those by group.
 FEW_ROWS, FEW_ROWS_OF_GROUPS = 64, 32
-FAST_SUMS = False  # of torch's product: all in a tensor core's accumulator, which has fewer bits than float32
+# Of torch's product: all in a tensor core's accumulator, which has fewer bits than float32. A result is 2 to 4
+# thousandths off, where x and the weight, rounded to e4m3, are 37; 4 to 10 % faster on an H200.
+FAST_SUMS = True
 
 
 # --- weights ---
@@ -80,11 +82,17 @@ def quantise_rows(x: Tensor, *, groups: bool, impl: Impl = "auto") -> tuple[Tens
     rows = as_rows(x)
     codes = torch.empty(num_rows, depth, dtype=E4M3, device=x.device)
     scale = torch.empty(num_rows, cdiv(depth, BLOCK) if groups else 1, dtype=torch.float32, device=x.device)
-    block = min(E4M3_ROW.size, max(BLOCK, next_power_of_2(depth)))
     if num_rows:
-        kernel, programs = (_quantise_groups_kernel, cdiv(depth, block)) if groups else (_quantise_rows_kernel, 1)
-        kernel[(num_rows * programs,)](
-            rows, codes, scale, rows.stride(0), SIZE=depth, BLOCK=block, num_warps=E4M3_ROW.num_warps
+        kernel, most = (_quantise_groups_kernel, E4M3_GROUPS) if groups else (_quantise_rows_kernel, E4M3_ROW)
+        block = min(most.size, max(BLOCK, next_power_of_2(depth)))
+        kernel[(num_rows * (cdiv(depth, block) if groups else 1),)](
+            rows,
+            codes,
+            scale,
+            rows.stride(0),
+            SIZE=depth,
+            BLOCK=block,
+            num_warps=max(1, most.num_warps * block // most.size),
         )
     return codes, scale
 

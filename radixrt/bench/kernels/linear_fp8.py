@@ -91,7 +91,7 @@ def e4m3_case(num_rows: int, depth: int, num_columns: int, *, blocks: bool) -> C
         contenders.append(Contender("torch", partial(_by, torch_scaled_product)))
     else:
         contenders.append(
-            Contender("torch, fast sums", partial(_by, partial(torch_scaled_product, fast_sums=True)))
+            Contender("torch, exact sums", partial(_by, partial(torch_scaled_product, fast_sums=False)))
         )
     # x and the weight are read, the result is written.
     num_bytes = (num_rows * depth + num_rows * num_columns) * DTYPE.itemsize + num_columns * depth
