@@ -256,7 +256,7 @@ def check_answers(count: int) -> None:
         for place in range(count)
     ]
     complete = 0
-    with Runtime(device=torch.get_default_device(), seed=1) as runtime:
+    with Runtime(device=torch.get_default_device(), seed=1, max_total_tokens=40_000) as runtime:
         for own, output in zip(params, runtime.generate([prompt] * count, params), strict=True):
             for answer in output.outputs:
                 assert answer.finish_reason in (FinishReason.STOP, FinishReason.LENGTH), output.error

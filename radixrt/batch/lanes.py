@@ -13,7 +13,6 @@ from radixrt.batch.suspects import Suspects
 ENOUGH_WAITING = 1024
 SUBMITTED_AT_ONCE = 512
 # Where there are several lanes, what has been handed out can no longer be taken by another one.
-SECONDS_AHEAD = 0.5
 LEAST_WAITING = 16
 
 
@@ -23,6 +22,10 @@ class Lane(Protocol):
     @property
     def num_waiting(self) -> int:
         """Requests that it has and has not begun."""
+
+    @property
+    def num_running(self) -> int:
+        """Answers that it computes."""
 
     @property
     def is_idle(self) -> bool:
@@ -40,11 +43,16 @@ class Lane(Protocol):
 class Handout:
     """Gives each lane what it begins soon.
 
+    All answers that a lane computes may end in the same pass, as those of one length do, so as many pieces as it
+    has computed at once may wait there; but no more than wait in its range besides, so that others can take these
+    in the end.
+
     Args:
         dispatch: has a range for each lane.
         lanes: at least one.
         first: pieces that each of several lanes gets at first: as many as it runs at once.
         clock: seconds.
+        answers: of a piece, on average.
     """
 
     def __init__(
@@ -53,9 +61,11 @@ class Handout:
         lanes: Sequence[Lane],
         first: int,
         clock: Callable[[], float] = time.monotonic,
+        answers: float = 1.0,
     ) -> None:
         self._dispatch, self._lanes, self._clock = dispatch, lanes, clock
-        self._rates = [_Rate(first) for _ in lanes]
+        self._first, self._answers = first, answers
+        self._most = [0.0] * len(lanes)  # pieces that each has computed at once
         self._gone: set[int] = set()
         self._suspects = Suspects()
 
@@ -77,14 +87,14 @@ class Handout:
             if lane.is_ready and lane.is_idle:
                 has_others = len(self._gone) + 1 < len(self._lanes)
                 if group := self._suspects.take(number, has_others):
-                    self._rates[number].handed += len(group)
                     yield number, group
                     continue
-            if lane.is_ready and (room := self._room(number, lane.num_waiting)) > 0:
-                pieces = self._dispatch.take(number, room, away)
-                self._rates[number].handed += len(pieces)
-                if pieces:
-                    yield number, pieces
+            if (
+                lane.is_ready
+                and (room := self._room(number, lane)) > 0
+                and (pieces := self._dispatch.take(number, room, away))
+            ):
+                yield number, pieces
 
     def end(self, lane: int, piece: int) -> None:
         """A piece needs nothing more."""
@@ -107,24 +117,13 @@ class Handout:
         """A piece that had ended runs again, with nothing beside it."""
         self._suspects.add(piece)
 
-    def _room(self, number: int, waiting: int) -> int:
+    def _room(self, number: int, lane: Lane) -> int:
+        """How many pieces a lane may get now."""
+        waiting = lane.num_waiting
         if len(self._lanes) == 1:
             return SUBMITTED_AT_ONCE if waiting < ENOUGH_WAITING else 0
-        return self._rates[number].ahead(waiting, self._clock()) - waiting
-
-
-class _Rate:
-    """How fast a lane begins pieces."""
-
-    def __init__(self, first: int) -> None:
-        self.handed = 0
-        self._ahead, self._begun, self._since = first, 0, 0.0
-
-    def ahead(self, waiting: int, now: float) -> int:
-        """How many may wait, given how many do: those of the next moment."""
-        begun, passed = self.handed - waiting, now - self._since
-        if begun and passed >= SECONDS_AHEAD:
-            if self._begun:
-                self._ahead = max(LEAST_WAITING, int((begun - self._begun) * SECONDS_AHEAD / passed))
-            self._begun, self._since = begun, now
-        return min(self._ahead, ENOUGH_WAITING)
+        self._most[number] = most = max(self._most[number], lane.num_running / self._answers)
+        if not most:  # it has computed nothing yet
+            return self._first - waiting
+        in_range = sum(end - begin for begin, end in self._dispatch.waiting(number))
+        return int(max(LEAST_WAITING, min(most, (in_range + waiting) / 2))) - waiting

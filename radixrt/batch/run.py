@@ -165,6 +165,10 @@ class _OneLane(Generic[R]):
     def num_waiting(self) -> int:
         return self.runtime.num_waiting
 
+    @property
+    def num_running(self) -> int:
+        return self.runtime.num_running
+
     def submit(self, *requests: R) -> None:
         self.runtime.submit(*requests, in_order=True)
 

@@ -283,7 +283,7 @@ class ReplicaGroup:
         dispatch = Dispatch(shards(pieces, len(self.lanes)))
         answers = float(pieces.num_answers.mean()) if len(pieces) else 1.0  # of a piece
         first = max(1, int(self.limits.max_running_requests / answers))
-        return Handout(dispatch, self.lanes, first, self._clock)
+        return Handout(dispatch, self.lanes, first, self._clock, answers)
 
     def close(self) -> None:
         """End all replicas; again: nothing."""

@@ -12,6 +12,7 @@ import numpy as np
 from radixrt import errors
 from radixrt.batch.scan import parameters_as_json
 from radixrt.cache.prefix_cache import CacheStats
+from radixrt.cache.radix_tree import common_prefix
 from radixrt.config import RuntimeConfig
 from radixrt.errors import ModelError, PassError, RadixrtError
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, Timings, TokenLogprob, Usage
@@ -45,20 +46,26 @@ def config_as_json(config: RuntimeConfig) -> dict[str, Any]:
 
 
 def requests_message(requests: Sequence[Request]) -> Message:
-    """Requests for a replica, without what it knows itself. Equal parameters are sent once."""
-    known: dict[int, int] = {}  # by identity: often all are one object
+    """Requests for a replica, without what it knows itself. Equal parameters are sent once, and so are the leading
+    tokens that a prompt shares with the one before it.
+    """
+    known: dict[SamplingParams, int] = {}
     params: list[dict[str, Any]] = []
-    listed = []
+    listed, own = [], [np.zeros(0, np.int32)]
+    before = own[0]
     for request in requests:
-        if id(request.params) not in known:
-            known[id(request.params)] = len(params)
+        if (nth := known.setdefault(request.params, len(params))) == len(params):
             params.append(parameters_as_json(request.params))
-        nth = known[id(request.params)]
+        most = min(len(before), request.prompt_len)
+        shared = common_prefix(before[:most], request.prompt_ids[:most]) if most else 0
+        before = request.prompt_ids
+        own.append(before[shared:])
         listed.append(
             [
                 request.id,
                 request.index,
-                request.prompt_len,
+                shared,
+                request.prompt_len - shared,
                 nth,
                 request.seed,
                 request.reusable_len,
@@ -66,16 +73,16 @@ def requests_message(requests: Sequence[Request]) -> Message:
                 request.first_answer,
             ]
         )
-    ids = np.concatenate([np.zeros(0, np.int32), *(request.prompt_ids for request in requests)])
-    return Message({"run": listed, "params": params}, ids)
+    return Message({"run": listed, "params": params}, np.concatenate(own))
 
 
 def requests_of(message: Message, runtime: Prepares) -> Iterator[Request | RequestOutput]:
     """The requests of such a message; an output in place of one that this runtime cannot run."""
     params = [SamplingParams(**given) for given in message.body["params"]]
-    begin = 0
-    for own_id, index, length, nth, seed, keep, priority, first_answer in message.body["run"]:
-        ids, begin = message.numbers[begin : begin + length], begin + length
+    begin, ids = 0, message.numbers[:0]
+    for own_id, index, shared, length, nth, seed, keep, priority, first_answer in message.body["run"]:
+        own, begin = message.numbers[begin : begin + length], begin + length
+        ids = np.concatenate([ids[:shared], own]) if shared else own
         try:
             request = runtime.prepare(ids, params[nth], index=index, keep=keep)
         except (errors.PromptError, errors.ParameterError) as error:

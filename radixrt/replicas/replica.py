@@ -29,6 +29,7 @@ MAX_RESTARTS = 3  # one after the other, of processes that end before they can a
 MAX_IN_VAIN = 12  # processes, one after the other, that end before they have answered any request
 TRIAL = "trial"  # id of the request that shows that a process in another one's place can answer
 START_SECONDS = 1800.0  # to load weights and compile
+SENT_AT_ONCE = 256  # requests of a message: the first ones begin while the others come
 _SIZES = {
     "capacity",
     "free",
@@ -140,7 +141,8 @@ class Replica:
             self._heard = self._clock()  # it had nothing to say
         self._unfinished |= {request.id: request for request in requests}
         self._waiting |= dict.fromkeys(request.id for request in requests)
-        self.link.send(requests_message(requests))
+        for begin in range(0, len(requests), SENT_AT_ONCE):
+            self.link.send(requests_message(requests[begin : begin + SENT_AT_ONCE]))
 
     def abort(self, *ids: int | str) -> None:
         """End requests at its next step, of those that it has."""

@@ -82,7 +82,8 @@ class Server:
         while self._waiting and self._runtime.has_begun(self._waiting[0]):
             self._begun.append(self._waiting.popleft().id)
         now = time.monotonic()
-        if not self._ended and now - self._told < BEAT and self._runtime.has_work:
+        needs_more = bool(self._begun) and not self._waiting
+        if not (self._ended or needs_more) and now - self._told < BEAT and self._runtime.has_work:
             return None
         self._told = now
         body = {"ended": list(map(output_as_json, self._ended)), "begun": self._begun, **self._state()}

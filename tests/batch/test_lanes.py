@@ -15,6 +15,7 @@ from radixrt.planning.shards import Pieces, shards
 @dataclass
 class FakeLane:
     num_waiting: int = 0
+    num_running: int = 0
     is_ready: bool = True
     is_idle: bool = False
     is_gone: bool = False
@@ -42,22 +43,38 @@ def test_one_lane_gets_a_block_whenever_few_wait() -> None:
     assert dict(found.next()) == {}
 
 
-def test_several_lanes_get_what_they_run_at_once_and_then_what_they_begin_soon() -> None:
+def test_several_lanes_get_what_they_run_at_once_and_then_as_much_again() -> None:
     own = [FakeLane(), FakeLane()]
-    found, clock = handout(10_000, own, first=100)
+    found, _ = handout(10_000, own, first=100)
     assert dict(found.next()) == {0: list(range(100)), 1: list(range(5000, 5100))}
     own[0].num_waiting = own[1].num_waiting = 100
     assert dict(found.next()) == {}
-    own[0].num_waiting, own[1].num_waiting = 0, 90
-    clock.now += 1.0
-    assert {lane: len(pieces) for lane, pieces in found.next()} == {0: 100, 1: 10}
-    # In the next second the first begins 80, the second none: half a second of that, and some at least.
-    own[0].num_waiting, own[1].num_waiting = 20, 100
-    clock.now += 1.0
-    assert {lane: len(pieces) for lane, pieces in found.next()} == {0: 20}
-    own[1].num_waiting = 15
-    clock.now += 100.0
-    assert {lane: len(pieces) for lane, pieces in found.next() if lane} == {1: lanes.LEAST_WAITING - 15}
+    # The first has begun all, the second some. Both may end what they compute in one pass.
+    own[0].num_waiting, own[0].num_running = 0, 100
+    own[1].num_waiting, own[1].num_running = 60, 40
+    assert {lane: len(pieces) for lane, pieces in found.next()} == {0: 100}
+    own[0].num_running = 1  # what it computed has ended, and what waited has not begun
+    own[0].num_waiting = 99
+    own[1].num_waiting = 0
+    assert {lane: len(pieces) for lane, pieces in found.next()} == {0: 1, 1: 40}
+
+
+def test_answers_of_a_piece_run_together() -> None:
+    own = [FakeLane(num_running=80), FakeLane(num_running=400)]
+    clock = Clock()
+    dispatch = Dispatch(shards(Pieces.alike(10_000), 2))
+    assert [len(pieces) for _, pieces in Handout(dispatch, own, 50, clock, answers=4.0).next()] == [20, 100]
+
+
+def test_half_of_a_range_can_be_taken_by_others() -> None:
+    """In the end nothing that one lane has waits long while another one has nothing."""
+    own = [FakeLane(num_running=1000), FakeLane(num_running=1000)]
+    found, _ = handout(600, own)
+    handed = []
+    for _ in range(6):
+        handed.append([len(pieces) for lane, pieces in found.next() if lane == 0])
+        own[0].num_waiting = 0
+    assert handed == [[150], [75], [37], [lanes.LEAST_WAITING + 3], [lanes.LEAST_WAITING], [3]]
 
 
 @pytest.mark.parametrize("state", ["is gone", "starts"])

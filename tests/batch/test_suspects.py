@@ -27,6 +27,10 @@ class SimulatedLane:
     def is_idle(self) -> bool:
         return not self.has
 
+    @property
+    def num_running(self) -> int:
+        return len(self.has)
+
 
 @given(data=st.data(), num_lanes=st.integers(1, 4), count=st.integers(1, 60), first=st.integers(1, 60))
 def test_what_kills_is_found(data: st.DataObject, num_lanes: int, count: int, first: int) -> None:

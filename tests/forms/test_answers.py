@@ -37,7 +37,7 @@ FORMS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def runtime(device: Any) -> Iterator[Runtime]:
-    with Runtime(device=device) as runtime:
+    with Runtime(device=device, max_total_tokens=20_000) as runtime:
         yield runtime
 
 

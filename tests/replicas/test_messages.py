@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from radixrt.config import RuntimeConfig
 from radixrt.errors import ModelError, ParameterError, PassError
@@ -23,6 +26,7 @@ from radixrt.replicas.messages import (
 )
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.policy import SchedulePolicy
+from radixrt.schedule.request import Request
 from tests.support.local_replicas import as_sent
 from tests.support.runtimes import scheduled_runtime
 
@@ -54,6 +58,19 @@ def test_requests() -> None:
             if field.name != "prompt_ids":
                 assert getattr(back, field.name) == getattr(request, field.name), field.name
         assert back.prompt_ids.tolist() == request.prompt_ids.tolist()
+
+
+@given(prompts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=8))
+def test_tokens_that_a_prompt_shares_with_the_one_before_are_sent_once(prompts: list[list[int]]) -> None:
+    runtime = scheduled_runtime(pool_tokens=1000, context_length=100)
+    message = as_sent(requests_message([runtime.prepare(prompt, index=i) for i, prompt in enumerate(prompts)]))
+    back = [made for made in requests_of(message, runtime) if isinstance(made, Request)]
+    assert [request.prompt_ids.tolist() for request in back] == prompts
+    shared = sum(
+        next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        for a, b in pairwise(prompts)
+    )
+    assert len(message.numbers) == sum(map(len, prompts)) - shared
 
 
 def test_a_request_that_the_replica_cannot_run() -> None:
