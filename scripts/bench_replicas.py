@@ -2,8 +2,8 @@
 
 python scripts/bench_replicas.py --config qwen3-0.6b --replicas 2
 
-Lists of 10,000 prompts (`--part 0.1`: a tenth of them) and random weights. None of a list's prefixes is cached when
-it begins, after a warm-up with other prompts of its kind.
+Lists of 10,000 prompts (`--part 0.1`: a tenth of them) and random weights. Nothing of a list is cached when it
+begins, after a warm-up with other prompts of its kind.
 """
 
 from __future__ import annotations
