@@ -271,6 +271,59 @@ def split_k_config(
 
 
 @dataclass(frozen=True)
+class GatedLinearConfig:
+    """Programs, one for each multiprocessor, compute tile after tile: `rows` of x times `columns` of gate and as
+    many of up, `depth` elements of the sum a step, with the loads of `stages` steps under way.
+
+    Attributes:
+        language: of the kernel; Gluon's is for Hopper alone, and has tiles of 128 rows.
+    """
+
+    language: Literal["gluon", "triton"]
+    columns: int
+    stages: int
+    rows: int = 128
+    depth: int = 64
+
+
+GATED_WARPS = 8
+GATED_GROUP = 16  # tiles of rows that read the same columns one after the other, so that these stay in L2
+WIDE_GATED = GatedLinearConfig("gluon", 128, 4)
+NARROW_GATED = GatedLinearConfig("gluon", 64, 6)
+TRITON_GATED = GatedLinearConfig("triton", 128, 3)
+_NARROW_TIME = 0.54  # of a tile of `NARROW_GATED`, in those of `WIDE_GATED`
+
+
+@lru_cache(maxsize=4096)
+def gated_linear_config(
+    gpu: GPU, num_rows: int, num_columns: int, depth: int, dtype: torch.dtype, *, gluon: bool
+) -> GatedLinearConfig | None:
+    """For `[num_rows, depth]` times gate and up, `[num_columns, depth]` each; None where a product and its
+    activation are as fast, or were not compared. `gluon`: there is Gluon.
+
+    Tiles are computed in waves, one on each multiprocessor. The last wave may have few, the last of them few rows:
+    what they would have room for is lost. On an H100 the kernel in Gluon was faster where at most a fifth is, of
+    256 rows and more (docs/lab-notebook). Triton's gains where sums are so short that the activation counts.
+    """
+    _check_vendor(gpu)
+    if not gpu.has_wgmma or dtype not in (torch.float16, torch.bfloat16) or num_rows < 256:
+        return None
+    if not (3072 <= num_columns <= 14_336 and 1024 <= depth <= 4096) or num_columns % 8 or depth % 8:
+        return None
+
+    def num_waves(tile: GatedLinearConfig) -> float:
+        """In those of wide tiles."""
+        num_tiles = cdiv(num_rows, tile.rows) * cdiv(num_columns, tile.columns)
+        return cdiv(num_tiles, gpu.num_sms) * (_NARROW_TIME if tile == NARROW_GATED else 1.0)
+
+    best = min((WIDE_GATED, NARROW_GATED) if gluon else (TRITON_GATED,), key=num_waves)
+    share = num_rows * num_columns / (WIDE_GATED.rows * WIDE_GATED.columns * gpu.num_sms * num_waves(best))
+    if share < (0.8 if gluon else 0.9) or (not gluon and depth > 2048):
+        return None
+    return best
+
+
+@dataclass(frozen=True)
 class Int4LinearConfig:
     """A program computes `rows` of x times `columns` of the output, a group of 128 elements of the sum a step."""
 
