@@ -1,5 +1,7 @@
 """`gated_linear`'s kernel for Hopper, in Gluon, where warps of their own load for those that multiply."""
 
+# Tests: tests/triton_ops/linear/test_gated_linear.py
+
 from __future__ import annotations
 
 import torch
