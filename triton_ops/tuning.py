@@ -271,9 +271,9 @@ def split_k_config(
 
 
 @dataclass(frozen=True)
-class GatedLinearConfig:
-    """Programs, one for each multiprocessor, compute tile after tile: `rows` of x times `columns` of gate and as
-    many of up, `depth` elements of the sum a step, with the loads of `stages` steps under way.
+class TileConfig:
+    """Programs, one for each multiprocessor, compute tile after tile: `rows` of x times `columns` of each part of
+    the weight, `depth` elements of the sum a step, with the loads of `stages` steps under way.
 
     Attributes:
         language: of the kernel; Gluon's is for Hopper alone, and has tiles of 128 rows.
@@ -286,18 +286,18 @@ class GatedLinearConfig:
     depth: int = 64
 
 
-GATED_WARPS = 8
-GATED_GROUP = 16  # tiles of rows that read the same columns one after the other, so that these stay in L2
-WIDE_GATED = GatedLinearConfig("gluon", 128, 4)
-NARROW_GATED = GatedLinearConfig("gluon", 64, 6)
-TRITON_GATED = GatedLinearConfig("triton", 128, 3)
-_NARROW_TIME = 0.54  # of a tile of `NARROW_GATED`, in those of `WIDE_GATED`
+TILE_WARPS = 8
+TILE_GROUP = 16  # tiles of rows that read the same columns one after the other, so that these stay in L2
+WIDE_GATED = TileConfig("gluon", 128, 4)
+NARROW_GATED = TileConfig("gluon", 64, 6)
+TRITON_GATED = TileConfig("triton", 128, 3)
+_NARROW_SPEED = 0.93  # of `NARROW_GATED`, whose tiles take more than half as long as those of `WIDE_GATED`
 
 
 @lru_cache(maxsize=4096)
 def gated_linear_config(
     gpu: GPU, num_rows: int, num_columns: int, depth: int, dtype: torch.dtype, *, gluon: bool
-) -> GatedLinearConfig | None:
+) -> TileConfig | None:
     """For `[num_rows, depth]` times gate and up, `[num_columns, depth]` each; None where a product and its
     activation are as fast, or were not compared. `gluon`: there is Gluon.
 
@@ -310,17 +310,47 @@ def gated_linear_config(
         return None
     if not (3072 <= num_columns <= 14_336 and 1024 <= depth <= 4096) or num_columns % 8 or depth % 8:
         return None
-
-    def num_waves(tile: GatedLinearConfig) -> float:
-        """In those of wide tiles."""
-        num_tiles = cdiv(num_rows, tile.rows) * cdiv(num_columns, tile.columns)
-        return cdiv(num_tiles, gpu.num_sms) * (_NARROW_TIME if tile == NARROW_GATED else 1.0)
-
-    best = min((WIDE_GATED, NARROW_GATED) if gluon else (TRITON_GATED,), key=num_waves)
-    share = num_rows * num_columns / (WIDE_GATED.rows * WIDE_GATED.columns * gpu.num_sms * num_waves(best))
-    if share < (0.8 if gluon else 0.9) or (not gluon and depth > 2048):
+    if not gluon:
+        gains = depth <= 2048 and _share_of_waves(gpu, num_rows, num_columns, TRITON_GATED) >= 0.9
+        return TRITON_GATED if gains else None
+    wide, narrow = (_share_of_waves(gpu, num_rows, num_columns, tile) for tile in (WIDE_GATED, NARROW_GATED))
+    narrow *= _NARROW_SPEED
+    if max(wide, narrow) < 0.8:
         return None
-    return best
+    return WIDE_GATED if wide >= narrow else NARROW_GATED
+
+
+def _share_of_waves(gpu: GPU, num_rows: int, num_columns: int, tile: TileConfig) -> float:
+    """How much of its tiles' waves a result of `[num_rows, num_columns]` fills."""
+    waves = cdiv(cdiv(num_rows, tile.rows) * cdiv(num_columns, tile.columns), gpu.num_sms)
+    return num_rows * num_columns / (waves * gpu.num_sms * tile.rows * tile.columns)
+
+
+LARGE = TileConfig("gluon", 256, 3)
+DEEP_LARGE = TileConfig("triton", 256, 3)  # the fastest of the deep sums of down
+# By columns and depth of Llama 3.1 8B's q, k and v, of o, of down: a tile, and the least and the most rows at
+# which an H100 was faster with it than with cuBLAS, by 5 % or more.
+_LARGE = {
+    (6144, 4096): (LARGE, 2048, 4096),
+    (4096, 4096): (LARGE, 4096, 16_384),
+    (4096, 14_336): (DEEP_LARGE, 2048, 16_384),
+}
+
+
+@lru_cache(maxsize=4096)
+def large_linear_config(
+    gpu: GPU, num_rows: int, num_columns: int, depth: int, dtype: torch.dtype, *, gluon: bool
+) -> TileConfig | None:
+    """For the product of `[num_rows, depth]` and `[num_columns, depth]`; None where
+    `torch.nn.functional.linear` is as fast, or was not compared. `gluon`: there is Gluon.
+    """
+    _check_vendor(gpu)
+    if not gpu.has_wgmma or dtype not in (torch.float16, torch.bfloat16) or (num_columns, depth) not in _LARGE:
+        return None
+    tile, least, most = _LARGE[num_columns, depth]
+    if not least <= num_rows <= most or (tile.language == "gluon" and not gluon):
+        return None
+    return tile if _share_of_waves(gpu, num_rows, num_columns, tile) >= 0.95 else None
 
 
 @dataclass(frozen=True)

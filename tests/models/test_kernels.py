@@ -28,7 +28,7 @@ from triton_ops.kv.e4m3 import E4M3
 from triton_ops.kv.view import KVView
 from triton_ops.linear.gated_linear import gated_linear
 from triton_ops.linear.split_k_linear import split_k_linear
-from triton_ops.tuning import GatedLinearConfig, SplitKConfig
+from triton_ops.tuning import SplitKConfig, TileConfig
 
 
 class Pool:
@@ -198,7 +198,7 @@ def test_gate_and_up_are_fused_with_silu_alone(
         calls.append(gated_linear(*arguments, **options))
         return calls[-1]
 
-    tile = GatedLinearConfig("triton", columns=32, stages=2, rows=64, depth=32)
+    tile = TileConfig("triton", columns=32, stages=2, rows=64, depth=32)
     monkeypatch.setattr(weight, "gated_linear", recorded)
     monkeypatch.setattr(weight, "gated_linear_config", lambda *_, **__: tile)
     logits = passes(model, kernel_device)

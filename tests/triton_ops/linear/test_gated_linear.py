@@ -16,21 +16,19 @@ from triton_ops.tuning import (
     NARROW_GATED,
     TRITON_GATED,
     WIDE_GATED,
-    GatedLinearConfig,
+    TileConfig,
     gated_linear_config,
 )
 
 # The interpreter does not know bfloat16.
 DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
-SMALL = GatedLinearConfig("triton", columns=32, stages=2, rows=64, depth=32)
+SMALL = TileConfig("triton", columns=32, stages=2, rows=64, depth=32)
 TILES = {"wide": WIDE_GATED, "narrow": NARROW_GATED, "Triton": TRITON_GATED}
 H100 = GPU(capability=90, num_sms=132)
 
 
 def random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
-    """Of few rows the same on every device; more are made where they are needed."""
-    maker = torch.device("cpu") if shape[0] * shape[1] < 2**20 else device
-    return torch.randn(*shape, generator=torch.Generator(maker).manual_seed(seed), device=maker).to(device, dtype)
+    return torch.randn(*shape, generator=torch.Generator(device).manual_seed(seed), device=device).to(dtype)
 
 
 def assert_good(x: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -81,7 +79,7 @@ def strided(dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "tile", [SMALL, *(pytest.param(tile, marks=pytest.mark.gpu, id=name) for name, tile in TILES.items())]
 )
-def test_strided_rows(name: str, tile: GatedLinearConfig, kernel_device: torch.device) -> None:
+def test_strided_rows(name: str, tile: TileConfig, kernel_device: torch.device) -> None:
     if tile is not SMALL:
         require(tile)
     x = strided(torch.float16, kernel_device)[name]
@@ -173,7 +171,7 @@ def test_waves_that_are_mostly_empty_are_left_to_two_kernels() -> None:
 # --- on a card ---
 
 
-def require(tile: GatedLinearConfig) -> None:
+def require(tile: TileConfig) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the tiles are Hopper's")
     if tile.language == "gluon" and not has_gluon():
@@ -184,7 +182,7 @@ def require(tile: GatedLinearConfig) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("num_columns", "depth"), [(14_336, 4096), (3072, 1024), (1000, 1032), (8, 8)])
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
-def test_tiles(tile: GatedLinearConfig, num_columns: int, depth: int, dtype: torch.dtype) -> None:
+def test_tiles(tile: TileConfig, num_columns: int, depth: int, dtype: torch.dtype) -> None:
     """As models have them, and awkward ones; of many rows the first and the last."""
     require(tile)
     make = partial(random, dtype=dtype, device=torch.device("cuda"))
@@ -199,7 +197,7 @@ def test_tiles(tile: GatedLinearConfig, num_columns: int, depth: int, dtype: tor
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
-def test_a_captured_graph_reads_what_is_there(tile: GatedLinearConfig) -> None:
+def test_a_captured_graph_reads_what_is_there(tile: TileConfig) -> None:
     """Several launches of one kernel with tensors of their own, replayed after others of its launches."""
     require(tile)
     make = partial(random, dtype=torch.bfloat16, device=torch.device("cuda"))

@@ -1,6 +1,6 @@
-"""`gated_linear`'s kernel for Hopper, in Gluon, where warps of their own load for those that multiply."""
+"""The kernel of products of many rows for Hopper, in Gluon: some warps load for others, which multiply."""
 
-# Tests: tests/triton_ops/linear/test_gated_linear.py
+# Tests: tests/triton_ops/linear/test_gated_linear.py, tests/triton_ops/linear/test_large_linear.py
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from triton_ops.implementation import cdiv, has_gluon, triton
-from triton_ops.tuning import GATED_GROUP, GATED_WARPS, GatedLinearConfig
+from triton_ops.tuning import TILE_GROUP, TILE_WARPS, TileConfig
 
 if has_gluon():
     from triton.experimental.gluon import jit
@@ -28,26 +28,25 @@ _REGISTERS = 168  # a thread of 12 warps, as many as there are; those that load 
 _LOADING_REGISTERS = 40
 
 
-def launch_hopper(x: Tensor, weight: Tensor, out: Tensor, config: GatedLinearConfig, num_sms: int) -> None:
-    """Write `silu_and_mul(x weight^T)` to `out`: see `gated_linear`. All rows begin at multiples of 16 bytes.
+def launch_hopper(x: Tensor, weight: Tensor, out: Tensor, config: TileConfig, num_programs: int) -> None:
+    """Write the product of `x [M, K]` and `weight [parts, N, K]` to `out [M, N]`: see `launch_tiles`.
 
-    Descriptors are made here, and travel with the launch's arguments: a captured launch keeps them.
+    All rows begin at multiples of 16 bytes.
     """
-    (num_rows, depth), num_columns = x.shape, out.shape[1]
-    num_programs = min(num_sms, cdiv(num_rows, config.rows) * cdiv(num_columns, config.columns))
-    _gated_hopper_kernel[(num_programs,)](
+    parts = len(weight)
+    _tiles_hopper_kernel[(num_programs,)](
         _descriptor(x, [config.rows, config.depth]),
-        _descriptor(weight.view(2, num_columns, depth), [2, config.columns, config.depth]),
+        _descriptor(weight, [parts, config.columns, config.depth]),
         _descriptor(out, [config.rows, config.columns]),
-        num_rows,
-        num_columns,
-        cdiv(depth, config.depth),
+        len(x),
+        out.shape[1],
+        cdiv(x.shape[1], config.depth),
         num_programs,
-        GROUP=GATED_GROUP,
+        GROUP=TILE_GROUP,
         STAGES=config.stages,
-        LAYOUT=gl.NVMMADistributedLayout([3, 0], [GATED_WARPS, 1], [16, 2 * config.columns, 16]),
+        LAYOUT=gl.NVMMADistributedLayout([3, 0], [TILE_WARPS, 1], [16, parts * config.columns, 16]),
         LOADING_REGISTERS=_LOADING_REGISTERS,
-        num_warps=GATED_WARPS,
+        num_warps=TILE_WARPS,
         maxnreg=_REGISTERS,
     )
 
@@ -58,7 +57,7 @@ def _descriptor(tensor: Tensor, block: list[int]) -> TensorDescriptor:
 
 
 @jit(do_not_specialize=["num_rows", "num_programs"])
-def _gated_hopper_kernel(
+def _tiles_hopper_kernel(
     x,
     weight,
     out,
@@ -71,7 +70,7 @@ def _gated_hopper_kernel(
     LAYOUT: gl.constexpr,
     LOADING_REGISTERS: gl.constexpr,
 ):
-    """A program computes every `num_programs`th tile. One warp loads steps of x and both parts of the weight into
+    """A program computes every `num_programs`th tile. One warp loads steps of x and all parts of the weight into
     a ring of `STAGES`, those of the next tile, too, while two warpgroups finish this one.
     """
     x_shape: gl.constexpr = [STAGES] + x.block_type.shape  # noqa: RUF005  # kernels know no star
@@ -129,30 +128,34 @@ def _multiply_tiles(out, out_tile, ring, tiles, GROUP: gl.constexpr, LAYOUT: gl.
     x_ring, weight_ring, full, empty, num_steps = ring
     row_tiles, column_tiles, num_programs = tiles
     stages: gl.constexpr = x_ring.type.shape[0]
+    parts: gl.constexpr = weight_ring.type.shape[1]
     rows: gl.constexpr = out.block_type.shape[0]
     columns: gl.constexpr = out.block_type.shape[1]
     depth: gl.constexpr = x_ring.type.shape[2]
     step = 0
     for tile in range(gl.program_id(0), row_tiles * column_tiles, num_programs):
         row, column = _row_and_column(tile, row_tiles, column_tiles, GROUP)
-        total = gl.zeros([rows, 2 * columns], gl.float32, LAYOUT)
+        total = gl.zeros([rows, parts * columns], gl.float32, LAYOUT)
         for k in range(num_steps):
             stage = step % stages
             mbarrier.wait(full.index(stage), step // stages & 1)
-            both = weight_ring.index(stage).reshape([2 * columns, depth]).permute([1, 0])
-            total = warpgroup_mma(x_ring.index(stage), both, total, is_async=True)
+            weights = weight_ring.index(stage).reshape([parts * columns, depth]).permute([1, 0])
+            total = warpgroup_mma(x_ring.index(stage), weights, total, is_async=True)
             total = warpgroup_mma_wait(1, deps=(total,))
             # The step before has been multiplied: its place is free.
             mbarrier.arrive(empty.index((step + stages - 1) % stages), count=1, pred=k > 0)
             step += 1
         total = warpgroup_mma_wait(0, deps=(total,))
         mbarrier.arrive(empty.index((step - 1) % stages), count=1)
-        gate, up = total.reshape([rows, 2, columns]).permute([0, 2, 1]).split()
-        # Rounded as between a product and `silu_and_mul`.
-        wide = gate.to(out.dtype).to(gl.float32)
-        activated = (wide / (1.0 + gl.exp(-wide))).to(out.dtype)
+        if parts == 1:
+            result = total.to(out.dtype)
+        else:
+            gate, up = total.reshape([rows, 2, columns]).permute([0, 2, 1]).split()
+            # Rounded as between a product and `silu_and_mul`.
+            wide = gate.to(out.dtype).to(gl.float32)
+            result = (wide / (1.0 + gl.exp(-wide))).to(out.dtype) * up.to(out.dtype)
         tma.store_wait(0)
-        out_tile.store(activated * up.to(out.dtype))
+        out_tile.store(result)
         fence_async_shared()
         tma.async_copy_shared_to_global(out, [row * rows, column * columns], out_tile)
     tma.store_wait(0)
