@@ -225,6 +225,33 @@ def test_what_one_kernel_may_not_compute_is_left_to_two(monkeypatch: pytest.Monk
     assert not FeedForward(config, placement=replace(plain, deterministic=True)).fuses
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 300, 1000, 2048])
+def test_a_fused_layer_is_within_rounding_of_one_that_is_not(
+    num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the tiles of this GPU; on others than Hopper nothing is fused."""
+    device = torch.device("cuda")
+    config: Any = SimpleNamespace(hidden_size=1024, intermediate_size=3072, mlp_bias=False, activation="silu")
+    layer = FeedForward(config, placement=Placement(torch.bfloat16, device))
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    calls: list[Tensor] = []
+
+    def recorded(*arguments: Any, **options: Any) -> Tensor:
+        calls.append(gated_linear(*arguments, **options))
+        return calls[-1]
+
+    monkeypatch.setattr(weight, "gated_linear", recorded)
+    x = torch.randn(num_rows, 1024, dtype=torch.bfloat16, device=device)
+    fused = layer(x)
+    is_hopper = torch.cuda.get_device_capability() == (9, 0)
+    assert len(calls) == int(is_hopper and num_rows in (1000, 2048))
+    layer.fuses = False
+    torch.testing.assert_close(fused, layer(x), atol=2e-2, rtol=2e-2)
+    assert len(calls) == int(is_hopper and num_rows in (1000, 2048))
+
+
 # --- launches ---
 
 # What allocates or looks at memory, and computes nothing.
