@@ -148,11 +148,16 @@ class FeedForward(nn.Module):
         self.activation = partial(
             ACTIVATIONS[config.activation], impl=placement.impl, deterministic=placement.deterministic
         )
+        # Whether one kernel may compute the product and its activation.
+        self.fuses = config.activation == "silu" and not bias and not placement.deterministic
         self.down = Linear(inner, hidden, bias=bias, placement=placement)
 
     def forward(self, hidden: Tensor, *, split_k_ok: bool = False) -> Tensor:
         """`hidden [T, hidden_size]` to the same shape, or to parts if they are allowed: see `Linear.forward`."""
-        out: Tensor = self.down(self.activation(self.gate_up(hidden)), split_k_ok=split_k_ok)
+        gated = self.gate_up.weight.silu_gated(hidden) if self.fuses else None
+        if gated is None:
+            gated = self.activation(self.gate_up(hidden))
+        out: Tensor = self.down(gated, split_k_ok=split_k_ok)
         return out
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,14 +19,16 @@ from layers import radix_attention, weight
 from layers.linear import Linear
 from layers.norm import RMSNorm
 from layers.placement import Placement
-from radixrt.models.decoder import Block, Decoder
+from layers.quantization import Quantization, Scales
+from radixrt.models.decoder import Block, Decoder, FeedForward
 from radixrt.models.loader import load_model
 from tests.support import checkpoints, probe_kernels
 from tests.support.input_metadata import input_metadata
 from triton_ops.kv.e4m3 import E4M3
 from triton_ops.kv.view import KVView
+from triton_ops.linear.gated_linear import gated_linear
 from triton_ops.linear.split_k_linear import split_k_linear
-from triton_ops.tuning import SplitKConfig
+from triton_ops.tuning import SplitKConfig, TileConfig
 
 
 class Pool:
@@ -163,6 +167,89 @@ def test_biased_and_referenced_outputs_are_whole(monkeypatch: pytest.MonkeyPatch
         for parameter in projection.parameters():
             parameter.fill_(0.5)
         assert torch.equal(projection(x, split_k_ok=True), torch.full((3, 64), 32.0 + 0.5 * bias))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "fused"),
+    [
+        ("llama", {}, 2),
+        ("phi3", {}, 2),
+        ("glm4", {}, 2),
+        ("gemma2", {}, 0),  # its activation is GELU
+        ("llama", {"mlp_bias": True}, 0),
+    ],
+)
+def test_gate_and_up_are_fused_with_silu_alone(
+    family: str,
+    changes: dict[str, Any],
+    fused: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kernel_device: torch.device,
+) -> None:
+    """Of two layers, with the same kernels but those beside them. Both round at the same places."""
+    make = getattr(checkpoints, family)
+    checkpoints.write(make(hidden_size=64, intermediate_size=80, head_dim=16, **changes), tmp_path)
+    model, _ = load_model(tmp_path, device=kernel_device, dtype="float16", impl="triton")
+    apart = passes(model, kernel_device)
+    calls: list[Tensor] = []
+
+    def recorded(*arguments: Any, **options: Any) -> Tensor:
+        calls.append(gated_linear(*arguments, **options))
+        return calls[-1]
+
+    tile = TileConfig("triton", columns=32, stages=2, rows=64, depth=32)
+    monkeypatch.setattr(weight, "gated_linear", recorded)
+    monkeypatch.setattr(weight, "gated_linear_config", lambda *_, **__: tile)
+    logits = passes(model, kernel_device)
+    assert [call.shape[1] for call in calls] == [80] * (fused * 4)
+    assert logits.isfinite().all()
+    off = (logits.float() - apart.float()).norm() / apart.float().norm()
+    assert off < 2e-3, off
+
+
+def test_what_one_kernel_may_not_compute_is_left_to_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantised weights, references, deterministic models, and shapes without a tile."""
+    monkeypatch.setattr(weight, "gated_linear", None)  # nothing calls it
+    x, cpu = torch.ones(3, 64), torch.device("cpu")
+    plain = Placement(torch.float32, cpu, "triton")
+    assert weight.Weight(64, 64, placement=plain).silu_gated(x) is None
+    monkeypatch.setattr(weight, "gated_linear_config", lambda *_, **__: True)
+    for impl in ("torch", "auto"):
+        assert weight.Weight(64, 64, placement=replace(plain, impl=impl)).silu_gated(x) is None
+    rows = Quantization(Scales.ROW, "weight_scale")
+    held = replace(plain, quantization=rows, holds_quantised=True)
+    assert weight.Weight(64, 64, placement=held).silu_gated(x) is None
+    config: Any = SimpleNamespace(hidden_size=64, intermediate_size=32, mlp_bias=False, activation="silu")
+    assert FeedForward(config, placement=plain).fuses
+    assert not FeedForward(config, placement=replace(plain, deterministic=True)).fuses
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 300, 1000, 2048])
+def test_a_fused_layer_is_within_rounding_of_one_that_is_not(
+    num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the tiles of this GPU; on others than Hopper nothing is fused."""
+    device = torch.device("cuda")
+    config: Any = SimpleNamespace(hidden_size=1024, intermediate_size=3072, mlp_bias=False, activation="silu")
+    layer = FeedForward(config, placement=Placement(torch.bfloat16, device))
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    calls: list[Tensor] = []
+
+    def recorded(*arguments: Any, **options: Any) -> Tensor:
+        calls.append(gated_linear(*arguments, **options))
+        return calls[-1]
+
+    monkeypatch.setattr(weight, "gated_linear", recorded)
+    x = torch.randn(num_rows, 1024, dtype=torch.bfloat16, device=device)
+    fused = layer(x)
+    is_hopper = torch.cuda.get_device_capability() == (9, 0)
+    assert len(calls) == int(is_hopper and num_rows in (1000, 2048))
+    layer.fuses = False
+    torch.testing.assert_close(fused, layer(x), atol=2e-2, rtol=2e-2)
+    assert len(calls) == int(is_hopper and num_rows in (1000, 2048))
 
 
 # --- launches ---

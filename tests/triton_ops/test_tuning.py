@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from triton_ops import implementation
-from triton_ops.implementation import GPU, Vendor, runs_triton
+from triton_ops.implementation import GPU, Vendor, has_gluon, runs_triton
 from triton_ops.tuning import (
     copy_config,
     decode_config,
     e4m3_linear_config,
     extend_config,
+    gated_linear_config,
+    large_linear_config,
     shared_config,
     split_k_config,
     training_config,
@@ -25,6 +27,8 @@ CONFIGS: dict[str, Callable[[GPU], object]] = {
     "shared": lambda gpu: shared_config(gpu, 128, torch.bfloat16),
     "training": lambda gpu: training_config(gpu, 128, torch.bfloat16, kind="dkv"),
     "split-K": lambda gpu: split_k_config(gpu, 16, 1024, 2048, torch.bfloat16),
+    "gated": lambda gpu: gated_linear_config(gpu, 2048, 4096, 4096, torch.bfloat16, gluon=True),
+    "large": lambda gpu: large_linear_config(gpu, 4096, 4096, 4096, torch.bfloat16, gluon=True),
     "e4m3": lambda gpu: e4m3_linear_config(gpu, 16, 1024),
     "copy": lambda gpu: copy_config(gpu, from_host=False, to_host=False),
 }
@@ -54,6 +58,17 @@ def test_what_architectures_can_do() -> None:
     assert not GPU(90, 1, Vendor.AMD).has_wgmma
     assert not GPU(90, 1, Vendor.AMD).overlaps_launches
     assert not GPU(89, 1).overlaps_launches
+
+
+@pytest.mark.parametrize(
+    ("version", "has"),
+    [("3.6.0", True), ("3.7.1", True), ("3.6.0+git1", True), ("3.5.1", False), ("3.60.0", False), ("", False)],
+)
+def test_gluon_is_that_of_some_versions(version: str, has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(implementation.triton, "__version__", version)
+    for interpreted in (False, True):
+        monkeypatch.setattr(implementation, "_INTERPRETED", interpreted)
+        assert has_gluon() == (has and not interpreted)
 
 
 def test_kernels_do_not_run_on_gpus_of_other_vendors(monkeypatch: pytest.MonkeyPatch) -> None:

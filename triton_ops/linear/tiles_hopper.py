@@ -1,0 +1,170 @@
+"""The kernel of products of many rows for Hopper, in Gluon: some warps load for others, which multiply."""
+
+# Tests: tests/triton_ops/linear/test_gated_linear.py, tests/triton_ops/linear/test_large_linear.py
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from triton_ops.implementation import cdiv, has_gluon, triton
+from triton_ops.tuning import TILE_GROUP, TILE_WARPS, TileConfig
+
+if has_gluon():
+    from triton.experimental.gluon import jit
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+else:  # the kernel is defined, though not launched
+    jit = triton.jit
+
+_REGISTERS = 168  # a thread of 12 warps, as many as there are; those that load leave all but some to the others
+_LOADING_REGISTERS = 40
+
+
+def launch_hopper(x: Tensor, weight: Tensor, out: Tensor, config: TileConfig, num_programs: int) -> None:
+    """Write the product of `x [M, K]` and `weight [parts, N, K]` to `out [M, N]`: see `launch_tiles`.
+
+    All rows begin at multiples of 16 bytes.
+    """
+    parts = len(weight)
+    _tiles_hopper_kernel[(num_programs,)](
+        _descriptor(x, [config.rows, config.depth]),
+        _descriptor(weight, [parts, config.columns, config.depth]),
+        _descriptor(out, [config.rows, config.columns]),
+        len(x),
+        out.shape[1],
+        cdiv(x.shape[1], config.depth),
+        num_programs,
+        GROUP=TILE_GROUP,
+        STAGES=config.stages,
+        LAYOUT=gl.NVMMADistributedLayout([3, 0], [TILE_WARPS, 1], [16, parts * config.columns, 16]),
+        LOADING_REGISTERS=_LOADING_REGISTERS,
+        num_warps=TILE_WARPS,
+        maxnreg=_REGISTERS,
+    )
+
+
+def _descriptor(tensor: Tensor, block: list[int]) -> TensorDescriptor:
+    dtype = gl.bfloat16 if tensor.dtype == torch.bfloat16 else gl.float16
+    return TensorDescriptor.from_tensor(tensor, block, gl.NVMMASharedLayout.get_default_for(block, dtype))
+
+
+@jit(do_not_specialize=["num_rows", "num_programs"])
+def _tiles_hopper_kernel(
+    x,
+    weight,
+    out,
+    num_rows,
+    num_columns,
+    num_steps,
+    num_programs,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    LOADING_REGISTERS: gl.constexpr,
+):
+    """A program computes every `num_programs`th tile. One warp loads steps of x and all parts of the weight into
+    a ring of `STAGES`, those of the next tile, too, while two warpgroups finish this one.
+    """
+    x_shape: gl.constexpr = [STAGES] + x.block_type.shape  # noqa: RUF005  # kernels know no star
+    weight_shape: gl.constexpr = [STAGES] + weight.block_type.shape  # noqa: RUF005
+    x_ring = gl.allocate_shared_memory(x.dtype, x_shape, x.layout)
+    weight_ring = gl.allocate_shared_memory(weight.dtype, weight_shape, weight.layout)
+    out_tile = gl.allocate_shared_memory(out.dtype, out.block_type.shape, out.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    fence_async_shared()
+    row_tiles = gl.cdiv(num_rows, x.block_type.shape[0])
+    column_tiles = gl.cdiv(num_columns, weight.block_type.shape[1])
+    tiles = row_tiles, column_tiles, num_programs
+    ring = x_ring, weight_ring, full, empty, num_steps
+    gl.warp_specialize(
+        [
+            (_multiply_tiles, (out, out_tile, ring, tiles, GROUP, LAYOUT)),
+            (_load_tiles, (x, weight, ring, tiles, GROUP)),
+        ],
+        [1],
+        [LOADING_REGISTERS],
+    )
+
+
+@jit
+def _load_tiles(x, weight, ring, tiles, GROUP: gl.constexpr):
+    x_ring, weight_ring, full, empty, num_steps = ring
+    row_tiles, column_tiles, num_programs = tiles
+    stages: gl.constexpr = x_ring.type.shape[0]
+    step = 0
+    for tile in range(gl.program_id(0), row_tiles * column_tiles, num_programs):
+        row, column = _row_and_column(tile, row_tiles, column_tiles, GROUP)
+        for k in range(num_steps):
+            stage = step % stages
+            start = k * x.block_type.shape[1]
+            mbarrier.wait(empty.index(stage), step // stages & 1 ^ 1)
+            mbarrier.expect(full.index(stage), x.block_type.nbytes + weight.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                x, [row * x.block_type.shape[0], start], full.index(stage), x_ring.index(stage)
+            )
+            tma.async_copy_global_to_shared(
+                weight,
+                [0, column * weight.block_type.shape[1], start],
+                full.index(stage),
+                weight_ring.index(stage),
+            )
+            step += 1
+
+
+@jit
+def _multiply_tiles(out, out_tile, ring, tiles, GROUP: gl.constexpr, LAYOUT: gl.constexpr):
+    x_ring, weight_ring, full, empty, num_steps = ring
+    row_tiles, column_tiles, num_programs = tiles
+    stages: gl.constexpr = x_ring.type.shape[0]
+    parts: gl.constexpr = weight_ring.type.shape[1]
+    rows: gl.constexpr = out.block_type.shape[0]
+    columns: gl.constexpr = out.block_type.shape[1]
+    depth: gl.constexpr = x_ring.type.shape[2]
+    step = 0
+    for tile in range(gl.program_id(0), row_tiles * column_tiles, num_programs):
+        row, column = _row_and_column(tile, row_tiles, column_tiles, GROUP)
+        total = gl.zeros([rows, parts * columns], gl.float32, LAYOUT)
+        for k in range(num_steps):
+            stage = step % stages
+            mbarrier.wait(full.index(stage), step // stages & 1)
+            weights = weight_ring.index(stage).reshape([parts * columns, depth]).permute([1, 0])
+            total = warpgroup_mma(x_ring.index(stage), weights, total, is_async=True)
+            total = warpgroup_mma_wait(1, deps=(total,))
+            # The step before has been multiplied: its place is free.
+            mbarrier.arrive(empty.index((step + stages - 1) % stages), count=1, pred=k > 0)
+            step += 1
+        total = warpgroup_mma_wait(0, deps=(total,))
+        mbarrier.arrive(empty.index((step - 1) % stages), count=1)
+        if parts == 1:
+            result = total.to(out.dtype)
+        else:
+            gate, up = total.reshape([rows, 2, columns]).permute([0, 2, 1]).split()
+            # Rounded as between a product and `silu_and_mul`.
+            wide = gate.to(out.dtype).to(gl.float32)
+            result = (wide / (1.0 + gl.exp(-wide))).to(out.dtype) * up.to(out.dtype)
+        tma.store_wait(0)
+        out_tile.store(result)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out, [row * rows, column * columns], out_tile)
+    tma.store_wait(0)
+
+
+@jit
+def _row_and_column(tile, row_tiles, column_tiles, GROUP: gl.constexpr):
+    """Of a tile, in tiles."""
+    first = tile // (GROUP * column_tiles) * GROUP
+    height = gl.minimum(row_tiles - first, GROUP)
+    within = tile % (GROUP * column_tiles)
+    return first + within % height, within // height
