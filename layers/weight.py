@@ -18,9 +18,8 @@ from triton_ops.kv.e4m3 import E4M3
 from triton_ops.linear.e4m3_linear import BLOCK, e4m3_linear
 from triton_ops.linear.gated_linear import gated_linear
 from triton_ops.linear.int4_linear import GROUP, int4_linear
-from triton_ops.linear.large_linear import large_linear
 from triton_ops.linear.split_k_linear import split_k_linear
-from triton_ops.tuning import gated_linear_config, large_linear_config, split_k_config
+from triton_ops.tuning import gated_linear_config, split_k_config
 
 
 class Weight(nn.Module):
@@ -73,12 +72,10 @@ class Weight(nn.Module):
             return e4m3_linear(x, self.values, self.scale, bias, impl=self.impl)
         if ordered is not None:
             return ordered(x, self.values, bias)
-        if bias is None and runs_triton(self.impl, x.device):
-            shape = gpu_of(x.device), len(x), *self.shape, self.values.dtype
-            if split_k_ok and (config := split_k_config(*shape)) is not None:
+        if split_k_ok and bias is None and runs_triton(self.impl, x.device):
+            config = split_k_config(gpu_of(x.device), len(x), *self.shape, self.values.dtype)
+            if config is not None:
                 return split_k_linear(x, self.values, config, impl=self.impl)
-            if (tile := large_linear_config(*shape, gluon=has_gluon())) is not None:
-                return large_linear(x, self.values, tile, impl=self.impl)
         return nn.functional.linear(x, self.values, bias)
 
     def silu_gated(self, x: Tensor) -> Tensor | None:

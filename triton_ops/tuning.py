@@ -272,8 +272,8 @@ def split_k_config(
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Programs, one for each multiprocessor, compute tile after tile: `rows` of x times `columns` of each part of
-    the weight, `depth` elements of the sum a step, with the loads of `stages` steps under way.
+    """Programs, one for each multiprocessor, compute tile after tile: `rows` of x times `columns` of gate and as
+    many of up, `depth` elements of the sum a step, with the loads of `stages` steps under way.
 
     Attributes:
         language: of the kernel; Gluon's is for Hopper alone, and has tiles of 128 rows.
@@ -324,33 +324,6 @@ def _share_of_waves(gpu: GPU, num_rows: int, num_columns: int, tile: TileConfig)
     """How much of its tiles' waves a result of `[num_rows, num_columns]` fills."""
     waves = cdiv(cdiv(num_rows, tile.rows) * cdiv(num_columns, tile.columns), gpu.num_sms)
     return num_rows * num_columns / (waves * gpu.num_sms * tile.rows * tile.columns)
-
-
-LARGE = TileConfig("gluon", 256, 3)
-DEEP_LARGE = TileConfig("triton", 256, 3)  # the fastest of the deep sums of down
-# By columns and depth of Llama 3.1 8B's q, k and v, of o, of down: a tile, and the least and the most rows at
-# which an H100 was faster with it than with cuBLAS, by 5 % or more.
-_LARGE = {
-    (6144, 4096): (LARGE, 2048, 4096),
-    (4096, 4096): (LARGE, 4096, 16_384),
-    (4096, 14_336): (DEEP_LARGE, 2048, 16_384),
-}
-
-
-@lru_cache(maxsize=4096)
-def large_linear_config(
-    gpu: GPU, num_rows: int, num_columns: int, depth: int, dtype: torch.dtype, *, gluon: bool
-) -> TileConfig | None:
-    """For the product of `[num_rows, depth]` and `[num_columns, depth]`; None where
-    `torch.nn.functional.linear` is as fast, or was not compared. `gluon`: there is Gluon.
-    """
-    _check_vendor(gpu)
-    if not gpu.has_wgmma or dtype not in (torch.float16, torch.bfloat16) or (num_columns, depth) not in _LARGE:
-        return None
-    tile, least, most = _LARGE[num_columns, depth]
-    if not least <= num_rows <= most or (tile.language == "gluon" and not gluon):
-        return None
-    return tile if _share_of_waves(gpu, num_rows, num_columns, tile) >= 0.95 else None
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ MAX_SPILLED = 32  # bytes a thread, eight registers: 13 of 4,440 variants for sm
 # (counted in their machine code for heads of 128).
 MAX_SPILLED_BY = {"ordered_kernel": 1500}
 # Kernels whose wgmma must be able to overlap.
-OVERLAPPING = {"ordered_kernel", "_tiles_kernel", "_tiles_hopper_kernel"}
+OVERLAPPING = {"ordered_kernel", "_gated_kernel", "_gated_hopper_kernel"}
 PROCESSES = 2
 
 

@@ -37,7 +37,6 @@ from triton_ops.kv.view import KVView
 from triton_ops.linear.e4m3_linear import e4m3_linear, quantise_rows
 from triton_ops.linear.gated_linear import gated_linear
 from triton_ops.linear.int4_linear import dequantized_int4, int4_linear
-from triton_ops.linear.large_linear import large_linear
 from triton_ops.linear.ordered_linear import ordered_linear
 from triton_ops.linear.split_k_linear import split_k_linear
 from triton_ops.moe.moe import moe
@@ -53,8 +52,6 @@ from triton_ops.sampling.logprobs import token_logprobs
 from triton_ops.sampling.penalties import apply_penalties
 from triton_ops.sampling.sample import finite_rows, greedy, sample
 from triton_ops.tuning import (
-    DEEP_LARGE,
-    LARGE,
     MAX_ROW_BYTES,
     NARROW_GATED,
     SHORT_ROWS,
@@ -96,7 +93,7 @@ def kernel_cases() -> Iterator[KernelCase]:
     yield from _training_cases()
     yield from _elementwise_cases()
     yield from _linear_cases()
-    yield from _tile_cases()
+    yield from _gated_cases()
     yield from _ordered_cases()
     yield from _int4_cases()
     yield from _e4m3_cases()
@@ -485,24 +482,24 @@ def _linear_cases() -> Iterator[KernelCase]:
             yield KernelCase(add_rms_norm, f"{name}, {len(parts)} parts", call, few)
 
 
-# --- products of many rows ---
+# --- gated projections ---
 
 
-def _tile_cases() -> Iterator[KernelCase]:
+def _gated_cases() -> Iterator[KernelCase]:
     """The tiles for Hopper, and one that fits other GPUs."""
-    gluon = {gated_linear: {"wide": WIDE_GATED, "narrow": NARROW_GATED}, large_linear: {"large": LARGE}}
-    in_triton = {gated_linear: {"Triton": TRITON_GATED}, large_linear: {"deep": DEEP_LARGE}}
-    for (op, own), (num_columns, depth), dtype in product(
-        in_triton.items(), ((14_336, 4096), (1000, 1032)), (torch.bfloat16, torch.float16)
+    tiles = {"small": TileConfig("triton", 64, 2), "Triton": TRITON_GATED}
+    if has_gluon():
+        tiles |= {"wide": WIDE_GATED, "narrow": NARROW_GATED}
+    for (num_columns, depth), dtype in product(
+        ((14_336, 4096), (1000, 1032)), (torch.bfloat16, torch.float16)
     ):
-        num_outputs = num_columns if op is large_linear else 2 * num_columns
-        x, weight = torch.empty(1000, depth, dtype=dtype), torch.empty(num_outputs, depth, dtype=dtype)
-        small = {"small": TileConfig("triton", 64, 2)}
-        for tile, config in (small | own | (gluon[op] if has_gluon() else {})).items():
+        x, weight = torch.empty(1000, depth, dtype=dtype), torch.empty(2 * num_columns, depth, dtype=dtype)
+        for tile, config in tiles.items():
             name = f"1000 x {num_columns} x {depth}, {SHORT_NAMES[dtype]}, {tile}"
             few = dtype == torch.bfloat16 and num_columns == 14_336
-            call = partial(op, x, weight, config, impl="triton")
-            yield KernelCase(op, name, call, few, wgmma=True, min_capability=80 if tile == "small" else 90)
+            call = partial(gated_linear, x, weight, config, impl="triton")
+            least = 80 if tile == "small" else 90
+            yield KernelCase(gated_linear, name, call, few, wgmma=True, min_capability=least)
 
 
 # --- ordered projections ---

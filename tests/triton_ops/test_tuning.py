@@ -15,7 +15,6 @@ from triton_ops.tuning import (
     e4m3_linear_config,
     extend_config,
     gated_linear_config,
-    large_linear_config,
     shared_config,
     split_k_config,
     training_config,
@@ -28,7 +27,6 @@ CONFIGS: dict[str, Callable[[GPU], object]] = {
     "training": lambda gpu: training_config(gpu, 128, torch.bfloat16, kind="dkv"),
     "split-K": lambda gpu: split_k_config(gpu, 16, 1024, 2048, torch.bfloat16),
     "gated": lambda gpu: gated_linear_config(gpu, 2048, 4096, 4096, torch.bfloat16, gluon=True),
-    "large": lambda gpu: large_linear_config(gpu, 4096, 4096, 4096, torch.bfloat16, gluon=True),
     "e4m3": lambda gpu: e4m3_linear_config(gpu, 16, 1024),
     "copy": lambda gpu: copy_config(gpu, from_host=False, to_host=False),
 }

@@ -1,6 +1,6 @@
-"""The kernel of products of many rows for Hopper, in Gluon: some warps load for others, which multiply."""
+"""The kernel of `gated_linear` for Hopper, in Gluon: some warps load for others, which multiply."""
 
-# Tests: tests/triton_ops/linear/test_gated_linear.py, tests/triton_ops/linear/test_large_linear.py
+# Tests: tests/triton_ops/linear/test_gated_linear.py
 
 from __future__ import annotations
 
@@ -29,14 +29,12 @@ _LOADING_REGISTERS = 40
 
 
 def launch_hopper(x: Tensor, weight: Tensor, out: Tensor, config: TileConfig, num_programs: int) -> None:
-    """Write the product of `x [M, K]` and `weight [parts, N, K]` to `out [M, N]`: see `launch_tiles`.
-
-    All rows begin at multiples of 16 bytes.
+    """Write `gated_linear` of `x [M, K]` and `weight [2, N, K]` to `out [M, N]`. All rows begin at multiples of 16
+    bytes.
     """
-    parts = len(weight)
-    _tiles_hopper_kernel[(num_programs,)](
+    _gated_hopper_kernel[(num_programs,)](
         _descriptor(x, [config.rows, config.depth]),
-        _descriptor(weight, [parts, config.columns, config.depth]),
+        _descriptor(weight, [2, config.columns, config.depth]),
         _descriptor(out, [config.rows, config.columns]),
         len(x),
         out.shape[1],
@@ -44,7 +42,7 @@ def launch_hopper(x: Tensor, weight: Tensor, out: Tensor, config: TileConfig, nu
         num_programs,
         GROUP=TILE_GROUP,
         STAGES=config.stages,
-        LAYOUT=gl.NVMMADistributedLayout([3, 0], [TILE_WARPS, 1], [16, parts * config.columns, 16]),
+        LAYOUT=gl.NVMMADistributedLayout([3, 0], [TILE_WARPS, 1], [16, 2 * config.columns, 16]),
         LOADING_REGISTERS=_LOADING_REGISTERS,
         num_warps=TILE_WARPS,
         maxnreg=_REGISTERS,
@@ -57,7 +55,7 @@ def _descriptor(tensor: Tensor, block: list[int]) -> TensorDescriptor:
 
 
 @jit(do_not_specialize=["num_rows", "num_programs"])
-def _tiles_hopper_kernel(
+def _gated_hopper_kernel(
     x,
     weight,
     out,
@@ -70,8 +68,8 @@ def _tiles_hopper_kernel(
     LAYOUT: gl.constexpr,
     LOADING_REGISTERS: gl.constexpr,
 ):
-    """A program computes every `num_programs`th tile. One warp loads steps of x and all parts of the weight into
-    a ring of `STAGES`, those of the next tile, too, while two warpgroups finish this one.
+    """A program computes every `num_programs`th tile. One warp loads steps of x and gate and up into a
+    ring of `STAGES`, those of the next tile, too, while two warpgroups finish this one.
     """
     x_shape: gl.constexpr = [STAGES] + x.block_type.shape  # noqa: RUF005  # kernels know no star
     weight_shape: gl.constexpr = [STAGES] + weight.block_type.shape  # noqa: RUF005
@@ -128,18 +126,17 @@ def _multiply_tiles(out, out_tile, ring, tiles, GROUP: gl.constexpr, LAYOUT: gl.
     x_ring, weight_ring, full, empty, num_steps = ring
     row_tiles, column_tiles, num_programs = tiles
     stages: gl.constexpr = x_ring.type.shape[0]
-    parts: gl.constexpr = weight_ring.type.shape[1]
     rows: gl.constexpr = out.block_type.shape[0]
     columns: gl.constexpr = out.block_type.shape[1]
     depth: gl.constexpr = x_ring.type.shape[2]
     step = 0
     for tile in range(gl.program_id(0), row_tiles * column_tiles, num_programs):
         row, column = _row_and_column(tile, row_tiles, column_tiles, GROUP)
-        total = gl.zeros([rows, parts * columns], gl.float32, LAYOUT)
+        total = gl.zeros([rows, 2 * columns], gl.float32, LAYOUT)
         for k in range(num_steps):
             stage = step % stages
             mbarrier.wait(full.index(stage), step // stages & 1)
-            weights = weight_ring.index(stage).reshape([parts * columns, depth]).permute([1, 0])
+            weights = weight_ring.index(stage).reshape([2 * columns, depth]).permute([1, 0])
             total = warpgroup_mma(x_ring.index(stage), weights, total, is_async=True)
             total = warpgroup_mma_wait(1, deps=(total,))
             # The step before has been multiplied: its place is free.
@@ -147,13 +144,10 @@ def _multiply_tiles(out, out_tile, ring, tiles, GROUP: gl.constexpr, LAYOUT: gl.
             step += 1
         total = warpgroup_mma_wait(0, deps=(total,))
         mbarrier.arrive(empty.index((step - 1) % stages), count=1)
-        if parts == 1:
-            result = total.to(out.dtype)
-        else:
-            gate, up = total.reshape([rows, 2, columns]).permute([0, 2, 1]).split()
-            # Rounded as between a product and `silu_and_mul`.
-            wide = gate.to(out.dtype).to(gl.float32)
-            result = (wide / (1.0 + gl.exp(-wide))).to(out.dtype) * up.to(out.dtype)
+        gate, up = total.reshape([rows, 2, columns]).permute([0, 2, 1]).split()
+        # Rounded as between a product and `silu_and_mul`.
+        wide = gate.to(out.dtype).to(gl.float32)
+        result = (wide / (1.0 + gl.exp(-wide))).to(out.dtype) * up.to(out.dtype)
         tma.store_wait(0)
         out_tile.store(result)
         fence_async_shared()
