@@ -101,7 +101,7 @@ def _gated_kernel(
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """A program computes every `num_programs`th tile: `ROWS` of x times `COLUMNS` of gate and as many of up, in one
+    """A program computes every `num_programs`th tile: `ROWS` of x times `COLUMNS` of gate and of up, in one
     product. What lies beyond the tensors is loaded as zeros, and not stored.
     """
     row_tiles, column_tiles = tl.cdiv(num_rows, ROWS), tl.cdiv(num_columns, COLUMNS)
