@@ -7,7 +7,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triton_ops.implementation import Impl, next_power_of_2, runs_triton, tl, triton
+from triton_ops.implementation import (
+    Impl,
+    gdc_launch_dependents,
+    gdc_wait,
+    gpu_of,
+    next_power_of_2,
+    runs_triton,
+    tl,
+    triton,
+)
 from triton_ops.tuning import expert_tiles_config
 
 
@@ -45,6 +54,7 @@ def _launch(experts: Tensor, num_experts: int, tile_rows: int, max_tiles: int) -
     tiles = torch.empty(max_tiles, 3, dtype=torch.int32, device=experts.device)
     if num_choices:
         config = expert_tiles_config(num_choices)
+        early = gpu_of(experts.device).overlaps_launches
         _expert_tiles_kernel[(num_experts,)](
             experts,
             order,
@@ -55,7 +65,9 @@ def _launch(experts: Tensor, num_experts: int, tile_rows: int, max_tiles: int) -
             NUM_EXPERTS=num_experts,
             EXPERT_BLOCK=max(16, next_power_of_2(num_experts)),
             BLOCK=config.size,
+            EARLY=early,
             num_warps=config.num_warps,
+            **({"launch_pdl": True} if early else {}),
         )
     return order, tiles
 
@@ -71,8 +83,12 @@ def _expert_tiles_kernel(
     NUM_EXPERTS: tl.constexpr,
     EXPERT_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A program counts all choices, then writes those of one expert: no atomics, and one order."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     expert = tl.program_id(0)
     each = tl.arange(0, EXPERT_BLOCK)
     nth = tl.arange(0, BLOCK)

@@ -12,7 +12,17 @@ from torch.nn.functional import linear
 from triton_ops.activations.clamped_swiglu import clamped_swiglu, clamped_swiglu_of
 from triton_ops.activations.elementwise import row_and_columns
 from triton_ops.activations.silu_and_mul import silu_and_mul, silu_times
-from triton_ops.implementation import Impl, cdiv, gpu_of, next_power_of_2, runs_triton, tl, triton
+from triton_ops.implementation import (
+    Impl,
+    cdiv,
+    gdc_launch_dependents,
+    gdc_wait,
+    gpu_of,
+    next_power_of_2,
+    runs_triton,
+    tl,
+    triton,
+)
 from triton_ops.linear.ordered_linear import ordered_linear
 from triton_ops.moe.expert_tiles import expert_tiles
 from triton_ops.moe.mxfp4 import GROUP, Mxfp4, dequantised_tile
@@ -168,6 +178,9 @@ def _launch(
     tile_rows = expert_rows(num_choices, num_experts, x.dtype, mxfp4=mxfp4)
     order, tiles = expert_tiles(experts, num_experts, tile_rows, impl="triton")
 
+    gpu = gpu_of(x.device)
+    early = gpu.overlaps_launches
+
     def product(
         a: Tensor, matrices: Matrices, biases: Tensor | None, rows_of_a: int, *, gate: str = "", to: str = "row"
     ) -> Tensor:
@@ -182,7 +195,7 @@ def _launch(
         result = torch.empty(shape, dtype=dtype, device=a.device)
         num_tiles = min(num_choices, num_experts)
         is_mxfp4 = isinstance(matrices, Mxfp4)
-        config = expert_config(gpu_of(a.device), tile_rows, num_tiles, size, inner, a.dtype, mxfp4=is_mxfp4)
+        config = expert_config(gpu, tile_rows, num_tiles, size, inner, a.dtype, mxfp4=is_mxfp4)
         numbers, scales = (matrices.blocks, matrices.scales) if isinstance(matrices, Mxfp4) else (matrices, None)
         _expert_product_kernel[(len(tiles) * cdiv(size, config.columns),)](
             a,
@@ -205,8 +218,10 @@ def _launch(
             ROWS=config.rows,
             COLUMNS=config.columns,
             DEPTH=config.depth,
+            EARLY=early,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            **({"launch_pdl": True} if early else {}),
         )
         return result
 
@@ -219,7 +234,15 @@ def _launch(
     parts = product(activated, down, down_bias, 0, to="choice")
     block = min(ELEMENTWISE.size, max(16, next_power_of_2(hidden_size)))
     _weighted_sum_kernel[(num_tokens * cdiv(hidden_size, block),)](
-        parts, weights, out, TOP_K=top_k, SIZE=hidden_size, BLOCK=block, num_warps=ELEMENTWISE.num_warps
+        parts,
+        weights,
+        out,
+        TOP_K=top_k,
+        SIZE=hidden_size,
+        BLOCK=block,
+        EARLY=early,
+        num_warps=ELEMENTWISE.num_warps,
+        **({"launch_pdl": True} if early else {}),
     )
     return out
 
@@ -246,6 +269,7 @@ def _expert_product_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Rows of `a [..., INNER]` times their experts' `[SIZE, INNER]`, transposed, plus their biases `[SIZE]`. A
     program computes a tile of one expert: see `expert_tiles`.
@@ -260,7 +284,12 @@ def _expert_product_kernel(
     A sum over INNER is one chain in ascending order, of single elements in float32 and of groups of 16 otherwise,
     whatever ROWS and COLUMNS are: the bits of a row do not depend on its tile. (Before Hopper, the groups of MXFP4
     are of elements that lie apart, of the same ones in all tiles: see `expert_rows`.)
+
+    EARLY: it starts while the kernel before it ends.
     """
+    if EARLY:
+        gdc_launch_dependents()  # as soon as all programs have started, they fill what the last ones leave idle
+        gdc_wait()
     num_columns: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
     record = tiles_ptr + tl.program_id(0) // num_columns * 3
     expert = tl.load(record).to(tl.int64)
@@ -319,8 +348,16 @@ def _expert_product_kernel(
 
 @triton.jit
 def _weighted_sum_kernel(
-    parts_ptr, weights_ptr, out_ptr, TOP_K: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+    parts_ptr,
+    weights_ptr,
+    out_ptr,
+    TOP_K: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        gdc_wait()
     token, column = row_and_columns(SIZE, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for choice in tl.static_range(TOP_K):
