@@ -75,7 +75,7 @@ class SparseMoE(Layer):
         self.down_bias = placement.parameter(num_experts, hidden_size) if bias else None
 
     def forward(self, x: Tensor, *, split_k_ok: bool = False) -> Tensor:
-        """`x [num_tokens, hidden_size]` to the same shape, or to parts if they are allowed: see `Linear.forward`."""
+        """`x [num_tokens, hidden_size]` to the same shape, or to parts if they are allowed: see `moe`."""
         weights, experts = self.route(x)
         return moe(
             x,

@@ -407,8 +407,8 @@ _EXPERT_TILES = {
 def expert_config(
     gpu: GPU, rows: int, num_tiles: int, size: int, inner: int, dtype: torch.dtype, *, mxfp4: bool = False
 ) -> ExpertConfig:
-    """For about `num_tiles` tiles of `rows` (see `expert_rows`) times matrices `[size, inner]`. Where there are too
-    few programs for all multiprocessors, they have fewer columns each.
+    """For about `num_tiles` tiles of `rows` (see `expert_rows`) times matrices `[size, inner]`. Not measured.
+    Where there are too few programs for all multiprocessors, they have fewer columns each.
     """
     _check_vendor(gpu)
     largest = _largest_expert_tile(dtype), max(16, next_power_of_2(size)), max(16, next_power_of_2(inner))

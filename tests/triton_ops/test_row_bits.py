@@ -208,8 +208,8 @@ def test_differences_are_found() -> None:
 
 @pytest.mark.skipif(not triton.__version__, reason="there is no Triton")
 def test_kernels_are_the_same_at_all_numbers_of_rows() -> None:
-    """But for attempts at a draw and tiles of experts: both count integers, and a tile's sums are one chain each. What
-    others want changes no order in which log-probabilities are added; their dtype would.
+    """But for attempts at a draw and experts' tiles: both count integers, and a tile's sums are one chain each.
+    What others want changes no order in which log-probabilities are added; their dtype would.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = Path(__file__).resolve().parents[2]

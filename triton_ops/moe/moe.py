@@ -172,12 +172,12 @@ def _launch(
     out = torch.empty_like(x)
     if num_tokens == 0:
         return out
+
     # An expert's rows, each of them a token and one of its choices, are cut into tiles.
     num_choices = experts.numel()
     mxfp4 = isinstance(gate_up, Mxfp4) or isinstance(down, Mxfp4)
     tile_rows = expert_rows(num_choices, num_experts, x.dtype, mxfp4=mxfp4)
     order, tiles = expert_tiles(experts, num_experts, tile_rows, impl="triton")
-
     gpu = gpu_of(x.device)
     early = gpu.overlaps_launches
 
@@ -189,10 +189,8 @@ def _launch(
         """
         _, size, inner = matrices.shape
         columns = size // 2 if gate else size
-        shape, dtype = (num_choices, columns), a.dtype
-        if to == "part":
-            shape, dtype = (top_k, num_tokens, columns), torch.float32
-        result = torch.empty(shape, dtype=dtype, device=a.device)
+        shape = (top_k, num_tokens, columns) if to == "part" else (num_choices, columns)
+        result = torch.empty(shape, dtype=torch.float32 if to == "part" else a.dtype, device=a.device)
         num_tiles = min(num_choices, num_experts)
         is_mxfp4 = isinstance(matrices, Mxfp4)
         config = expert_config(gpu, tile_rows, num_tiles, size, inner, a.dtype, mxfp4=is_mxfp4)
@@ -329,21 +327,21 @@ def _expert_product_kernel(
         if HAS_BIAS:
             bias = tl.load(biases_ptr + expert * SIZE + column, mask=is_column, other=0.0)
             total += bias.to(tl.float32)[None, :]
+        to = row
+        if TO == "choice":
+            to = place
         if TO == "part":
-            weight = tl.load(weights_ptr + place, mask=is_row, other=0.0)
             to = place % TOP_K * num_tokens + place // TOP_K
-            tl.store(out_ptr + to[:, None] * SIZE + column, total * weight[:, None], mask=is_row[:, None] & is_column)
-        elif GATE != "":
+            total *= tl.load(weights_ptr + place, mask=is_row, other=0.0)[:, None]
+        if GATE == "":
+            out = out_ptr + to[:, None] * SIZE + column
+            tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column)
+        else:
             size: tl.constexpr = SIZE // 2
             gate, up = tl.split(tl.reshape(total.to(a_ptr.dtype.element_ty), (ROWS, COLUMNS // 2, 2)))
             activated = silu_times(gate, up) if GATE == "silu" else clamped_swiglu_of(gate, up)
             column = first_column // 2 + tl.arange(0, COLUMNS // 2)
-            mask = is_row[:, None] & (column < size)
-            tl.store(out_ptr + row[:, None] * size + column, activated, mask=mask)
-        else:
-            to = place if TO == "choice" else row
-            out = out_ptr + to[:, None] * SIZE + column
-            tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column)
+            tl.store(out_ptr + to[:, None] * size + column, activated, mask=is_row[:, None] & (column < size))
 
 
 @triton.jit
