@@ -75,7 +75,7 @@ class SparseMoE(Layer):
         self.down_bias = placement.parameter(num_experts, hidden_size) if bias else None
 
     def forward(self, x: Tensor, *, split_k_ok: bool = False) -> Tensor:
-        """`x [num_tokens, hidden_size]` to the same shape; never parts, whatever `split_k_ok`."""
+        """`x [num_tokens, hidden_size]` to the same shape, or to parts if they are allowed: see `moe`."""
         weights, experts = self.route(x)
         return moe(
             x,
@@ -87,6 +87,7 @@ class SparseMoE(Layer):
             down_bias=self.down_bias,
             activation=self.activation,
             deterministic=self.deterministic,
+            parts_ok=split_k_ok and not self.deterministic,
             impl=self.impl,
         )
 

@@ -26,7 +26,7 @@ from triton_ops.kv.view import KVView
 
 ROWS_STEP = 128  # between numbers of rows beyond those of captured batches
 MAX_ROWS_ON_CPU = 64  # of a call: more are hardly faster there, and take long to compare
-EXPERT_ROWS = (1, 16, 64, 256, 1024, 4096)  # for experts of any number: each tile that `expert_rows` knows
+EXPERT_ROWS = tuple(2**n for n in range(13))  # for experts of any number: each tile that `expert_rows` knows
 
 
 def product_rows(max_rows: int, *, on_gpu: bool) -> list[int]:

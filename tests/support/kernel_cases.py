@@ -39,6 +39,7 @@ from triton_ops.linear.gated_linear import gated_linear
 from triton_ops.linear.int4_linear import dequantized_int4, int4_linear
 from triton_ops.linear.ordered_linear import ordered_linear
 from triton_ops.linear.split_k_linear import split_k_linear
+from triton_ops.moe.expert_tiles import expert_tiles
 from triton_ops.moe.moe import moe
 from triton_ops.moe.mxfp4 import GROUP, Mxfp4
 from triton_ops.moe.topk_sigmoid import topk_sigmoid
@@ -52,6 +53,7 @@ from triton_ops.sampling.logprobs import token_logprobs
 from triton_ops.sampling.penalties import apply_penalties
 from triton_ops.sampling.sample import finite_rows, greedy, sample
 from triton_ops.tuning import (
+    MAX_PART_TOKENS,
     MAX_ROW_BYTES,
     NARROW_GATED,
     SHORT_ROWS,
@@ -604,7 +606,7 @@ class ExpertShape:
             return Mxfp4(*(torch.empty(sizes, dtype=torch.uint8) for sizes in ((*shape, GROUP // 2), shape)))
         return torch.empty(self.num_experts, size, inner, dtype=self.dtype)
 
-    def moe(self) -> None:
+    def moe(self, parts_ok: bool = False) -> None:
         empty = partial(torch.empty, dtype=self.dtype)
         own: dict[str, Any] = {}
         if self.has_bias:
@@ -620,8 +622,13 @@ class ExpertShape:
             self._matrices(2 * self.inner_size, self.hidden_size),
             self._matrices(self.hidden_size, self.inner_size),
             **own,
+            parts_ok=parts_ok,
             impl="triton",
         )
+
+    def expert_tiles(self) -> None:
+        experts = torch.arange(self.top_k).repeat(self.num_tokens, 1)
+        expert_tiles(experts, self.num_experts, 16, impl="triton")
 
     def topk_softmax(self, renormalize: bool) -> None:
         logits = torch.empty(self.num_tokens, self.num_experts, dtype=self.dtype)
@@ -651,6 +658,10 @@ def _expert_cases() -> Iterator[KernelCase]:
                 many_rows = is_mxfp4 or num_tokens * shape.top_k >= 64 * shape.num_experts
                 wgmma = many_rows and dtype != torch.float32 and shape.hidden_size >= 64
                 yield KernelCase(moe, str(shape), shape.moe, few, wgmma)
+                if num_tokens <= MAX_PART_TOKENS:
+                    yield KernelCase(moe, f"{shape}, parts", partial(shape.moe, True), few, wgmma)
+                if dtype == torch.bfloat16:  # of integers
+                    yield KernelCase(expert_tiles, str(shape), shape.expert_tiles, few)
                 for renormalize in (False, True):
                     name = f"{shape}, renormalize {renormalize}"
                     call = partial(shape.topk_softmax, renormalize)

@@ -208,8 +208,8 @@ def test_differences_are_found() -> None:
 
 @pytest.mark.skipif(not triton.__version__, reason="there is no Triton")
 def test_kernels_are_the_same_at_all_numbers_of_rows() -> None:
-    """But for attempts at a draw, which add integers, and tiles of experts, whose sums are one chain each. What
-    others want changes no order in which log-probabilities are added; their dtype would.
+    """But for attempts at a draw and experts' tiles: both count integers, and a tile's sums are one chain each.
+    What others want changes no order in which log-probabilities are added; their dtype would.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = Path(__file__).resolve().parents[2]
@@ -222,7 +222,7 @@ def test_kernels_are_the_same_at_all_numbers_of_rows() -> None:
     assert several == {
         "sample, filtered 151936": ["_candidates_kernel"],
         "sample, filtered 50257": ["_candidates_kernel"],
-        "experts": ["_expert_product_kernel"],
+        "experts": ["_expert_product_kernel", "_expert_tiles_kernel"],
     }
     (narrow, *other_narrow), (wide, *other_wide) = found["sums"].values()
     assert len(narrow) == len(wide) == 1

@@ -13,6 +13,8 @@ from triton_ops.tuning import (
     copy_config,
     decode_config,
     e4m3_linear_config,
+    expert_config,
+    expert_rows,
     extend_config,
     gated_linear_config,
     shared_config,
@@ -28,6 +30,7 @@ CONFIGS: dict[str, Callable[[GPU], object]] = {
     "split-K": lambda gpu: split_k_config(gpu, 16, 1024, 2048, torch.bfloat16),
     "gated": lambda gpu: gated_linear_config(gpu, 2048, 4096, 4096, torch.bfloat16, gluon=True),
     "e4m3": lambda gpu: e4m3_linear_config(gpu, 16, 1024),
+    "experts": lambda gpu: expert_config(gpu, 16, 64, 1536, 2048, torch.bfloat16),
     "copy": lambda gpu: copy_config(gpu, from_host=False, to_host=False),
 }
 
@@ -49,6 +52,24 @@ def test_tiles_of_e4m3_lie_in_a_block_and_occupy_a_gpu() -> None:
             assert 16 <= config.rows <= max(16, 2 * num_rows)
             if num_rows <= 32 and num_columns == 4096:
                 assert num_columns // config.columns == 128
+
+
+def test_most_experts_have_one_tile() -> None:
+    """Of 128 experts from which tokens choose 8 evenly; those with more rows than a tile can have need several."""
+    generator = torch.Generator().manual_seed(0)
+    for num_tokens in (1, 16, 64, 128, 256, 512, 900):
+        counts = torch.rand(num_tokens, 128, generator=generator).topk(8).indices.flatten().bincount(minlength=128)
+        rows = expert_rows(num_tokens * 8, 128, torch.bfloat16)
+        assert (counts <= rows).sum() >= 0.9 * 128, num_tokens
+        assert rows == 16 or num_tokens * 8 / 128 > rows / 4, "not many more than it has"
+
+
+def test_few_experts_occupy_a_gpu() -> None:
+    gpu = GPU(90, 132)
+    for size, inner in ((1536, 2048), (2048, 768)):
+        one, many = (expert_config(gpu, 16, num_tiles, size, inner, torch.bfloat16) for num_tiles in (8, 128))
+        assert one.columns < many.columns
+        assert 8 * size // one.columns >= 2 * gpu.num_sms
 
 
 def test_what_architectures_can_do() -> None:

@@ -10,6 +10,9 @@ from triton_ops.implementation import Impl, runs_triton, tl, triton
 
 ALPHA = 1.702
 LIMIT = 7.0
+# For kernels.
+_ALPHA: tl.constexpr = ALPHA if tl is None else tl.constexpr(ALPHA)
+_LIMIT: tl.constexpr = LIMIT if tl is None else tl.constexpr(LIMIT)
 
 
 def clamped_swiglu(x: Tensor, *, deterministic: bool = False, impl: Impl = "auto") -> Tensor:
@@ -19,7 +22,7 @@ def clamped_swiglu(x: Tensor, *, deterministic: bool = False, impl: Impl = "auto
     float32 and rounded once. `deterministic`: see `silu_and_mul`.
     """
     if runs_triton(impl, x.device):
-        return launch_gated(_clamped_swiglu_kernel, x, ALPHA=ALPHA, LIMIT=LIMIT)
+        return launch_gated(_clamped_swiglu_kernel, x)
     gate, up = x.float().chunk(2, dim=-1)
     gate = gate.clamp(max=LIMIT)
     scaled = gate * ALPHA
@@ -29,15 +32,20 @@ def clamped_swiglu(x: Tensor, *, deterministic: bool = False, impl: Impl = "auto
 
 
 @triton.jit
-def _clamped_swiglu_kernel(
-    x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr
-):
+def _clamped_swiglu_kernel(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     row, col = row_and_columns(SIZE, BLOCK)
     mask = col < SIZE
-    gate = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + row * x_stride + SIZE + col, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0)
+    up = tl.load(x_ptr + row * x_stride + SIZE + col, mask=mask, other=0.0)
+    tl.store(out_ptr + row * SIZE + col, clamped_swiglu_of(gate, up), mask=mask)
+
+
+@triton.jit
+def clamped_swiglu_of(gate, up):
+    """The activation of both halves, in their dtype."""
+    dtype: tl.constexpr = gate.dtype
+    gate, up = gate.to(tl.float32), up.to(tl.float32)
     # Unlike minimum and maximum, which NaN would leave as the limit.
-    gate = tl.where(gate > LIMIT, LIMIT, gate)
-    up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-    activated = gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
-    tl.store(out_ptr + row * SIZE + col, activated.to(out_ptr.dtype.element_ty), mask=mask)
+    gate = tl.where(gate > _LIMIT, _LIMIT, gate)
+    up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up))
+    return (gate / (1.0 + tl.exp(gate * -_ALPHA)) * (up + 1.0)).to(dtype)

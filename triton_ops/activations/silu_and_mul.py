@@ -33,7 +33,12 @@ def _silu_and_mul_kernel(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl
     mask = col < SIZE
     gate = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0)
     up = tl.load(x_ptr + row * x_stride + SIZE + col, mask=mask, other=0.0)
+    tl.store(out_ptr + row * SIZE + col, silu_times(gate, up), mask=mask)
+
+
+@triton.jit
+def silu_times(gate, up):
+    """`silu(gate) * up` in their dtype."""
     wide = gate.to(tl.float32)
     # Rounded before it multiplies, as in torch.
-    activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
-    tl.store(out_ptr + row * SIZE + col, activated * up, mask=mask)
+    return (wide / (1.0 + tl.exp(-wide))).to(gate.dtype) * up

@@ -9,16 +9,30 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from triton_ops.activations.clamped_swiglu import clamped_swiglu, clamped_swiglu_of
 from triton_ops.activations.elementwise import row_and_columns
-from triton_ops.activations.silu_and_mul import silu_and_mul
-from triton_ops.implementation import Impl, cdiv, next_power_of_2, runs_triton, tl, triton
+from triton_ops.activations.silu_and_mul import silu_and_mul, silu_times
+from triton_ops.implementation import (
+    Impl,
+    cdiv,
+    gdc_launch_dependents,
+    gdc_wait,
+    gpu_of,
+    next_power_of_2,
+    runs_triton,
+    tl,
+    triton,
+)
 from triton_ops.linear.ordered_linear import ordered_linear
+from triton_ops.moe.expert_tiles import expert_tiles
 from triton_ops.moe.mxfp4 import GROUP, Mxfp4, dequantised_tile
-from triton_ops.tuning import ELEMENTWISE, expert_config, expert_rows
+from triton_ops.tuning import ELEMENTWISE, MAX_PART_TOKENS, MAX_PARTS, expert_config, expert_rows
 
 # From gate | up `[..., 2 * size]` to `[..., size]`, with `deterministic` and `impl` as `silu_and_mul` has them.
 Activation = Callable[..., Tensor]
 Matrices = Tensor | Mxfp4
+# Of the activations that the first product's kernel computes itself; others are launches of their own.
+_GATES: dict[Activation, str] = {silu_and_mul: "silu", clamped_swiglu: "clamped"}
 _Weights = tuple[Matrices, Tensor | None]  # of all experts, and their biases
 
 
@@ -33,6 +47,7 @@ def moe(
     down_bias: Tensor | None = None,
     activation: Activation = silu_and_mul,
     deterministic: bool = False,
+    parts_ok: bool = False,
     impl: Impl = "auto",
 ) -> Tensor:
     """For each token, the sum of its experts' outputs `down(activation(gate(x) | up(x)))` times their weights.
@@ -49,17 +64,18 @@ def moe(
         activation: of gate | up, in both forms; SwiGLU's by default.
         deterministic: the bits of a token's result depend on its own row, weights and experts alone. The kernels
             see to that in any case: see `_expert_product_kernel`.
+        parts_ok: on a GPU, the results of few tokens may be in parts, whose rounding differs.
 
     Returns:
         `[num_tokens, hidden_size]` in x's dtype: experts' outputs in that dtype, summed in float32 in the order in
-        which a token has them.
+        which a token has them. Or their parts, float32 `[top_k, num_tokens, hidden_size]`: the weighted outputs.
 
     Experts without tokens cost nothing. On a GPU the torch form waits for the device, to read how many tokens each
     expert has; the kernels do not.
     """
     matrices = ((gate_up, gate_up_bias), (down, down_bias))
     if runs_triton(impl, x.device):
-        return _launch(x, weights, experts, matrices, activation)
+        return _launch(x, weights, experts, matrices, activation, parts_ok)
     return _moe_fast_cpu(x, weights, experts, matrices, activation, deterministic)
 
 
@@ -136,6 +152,7 @@ def _launch(
     experts: Tensor,
     matrices: tuple[_Weights, _Weights],
     activation: Activation,
+    parts_ok: bool,
 ) -> Tensor:
     (gate_up, gate_up_bias), (down, down_bias) = matrices
     (num_tokens, hidden_size), top_k = x.shape, experts.shape[1]
@@ -152,150 +169,193 @@ def _launch(
     if dtypes != [x.dtype] * 2:
         raise ValueError(f"x, gate_up and down are {x.dtype}, {dtypes[0]} and {dtypes[1]}")
     x, weights = x.contiguous(), weights.contiguous()
-    chosen = experts.flatten()
     out = torch.empty_like(x)
     if num_tokens == 0:
         return out
 
     # An expert's rows, each of them a token and one of its choices, are cut into tiles.
+    num_choices = experts.numel()
     mxfp4 = isinstance(gate_up, Mxfp4) or isinstance(down, Mxfp4)
-    tile_rows = expert_rows(chosen.shape[0], num_experts, x.dtype, mxfp4=mxfp4)
-    order = chosen.argsort(stable=True)
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=x.device)
-    counts.scatter_add_(0, chosen, torch.ones_like(chosen))
-    ends = counts.cumsum(0)
-    tile_ends = ((counts + tile_rows - 1) // tile_rows).cumsum(0)
-    max_tiles = min(chosen.shape[0], num_experts) + chosen.shape[0] // tile_rows
+    tile_rows = expert_rows(num_choices, num_experts, x.dtype, mxfp4=mxfp4)
+    order, tiles = expert_tiles(experts, num_experts, tile_rows, impl="triton")
+    gpu = gpu_of(x.device)
+    early = gpu.overlaps_launches
 
-    def product(a: Tensor, matrices: Matrices, biases: Tensor | None, rows_of_a: int, *, to_order: bool) -> Tensor:
+    def product(
+        a: Tensor, matrices: Matrices, biases: Tensor | None, rows_of_a: int, *, gate: str = "", to: str = "row"
+    ) -> Tensor:
         """Each row, in the order of experts, times its expert's matrix, plus its bias. A row of `a` is read
         `rows_of_a` times.
         """
         _, size, inner = matrices.shape
-        result = torch.empty(chosen.shape[0], size, dtype=a.dtype, device=a.device)
-        config = expert_config(tile_rows, size, inner, a.dtype)
+        columns = size // 2 if gate else size
+        shape = (top_k, num_tokens, columns) if to == "part" else (num_choices, columns)
+        result = torch.empty(shape, dtype=torch.float32 if to == "part" else a.dtype, device=a.device)
+        num_tiles = min(num_choices, num_experts)
+        is_mxfp4 = isinstance(matrices, Mxfp4)
+        config = expert_config(gpu, tile_rows, num_tiles, size, inner, a.dtype, mxfp4=is_mxfp4)
         numbers, scales = (matrices.blocks, matrices.scales) if isinstance(matrices, Mxfp4) else (matrices, None)
-        _expert_product_kernel[(max_tiles * cdiv(size, config.columns),)](
+        _expert_product_kernel[(len(tiles) * cdiv(size, config.columns),)](
             a,
             numbers,
             scales,
             biases,
+            weights,
             result,
             order,
-            ends,
-            tile_ends,
+            tiles,
+            num_tokens,
             CHOICES=rows_of_a,
-            TO_ORDER=to_order,
+            TOP_K=top_k,
+            GATE=gate,
+            TO=to,
             HAS_BIAS=biases is not None,
             GROUP=0 if scales is None else GROUP,
-            NUM_EXPERTS=num_experts,
-            EXPERT_BLOCK=next_power_of_2(num_experts),
             SIZE=size,
             INNER=inner,
             ROWS=config.rows,
             COLUMNS=config.columns,
             DEPTH=config.depth,
+            EARLY=early,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            **({"launch_pdl": True} if early else {}),
         )
         return result
 
-    activated = activation(product(x, gate_up, gate_up_bias, top_k, to_order=False), impl="triton")
-    parts = product(activated, down, down_bias, 0, to_order=True)
+    gate = _GATES.get(activation, "")
+    activated = product(x, gate_up, gate_up_bias, top_k, gate=gate)
+    if not gate:
+        activated = activation(activated, impl="triton")
+    if parts_ok and num_tokens <= MAX_PART_TOKENS and top_k <= MAX_PARTS:
+        return product(activated, down, down_bias, 0, to="part")
+    parts = product(activated, down, down_bias, 0, to="choice")
     block = min(ELEMENTWISE.size, max(16, next_power_of_2(hidden_size)))
     _weighted_sum_kernel[(num_tokens * cdiv(hidden_size, block),)](
-        parts, weights, out, TOP_K=top_k, SIZE=hidden_size, BLOCK=block, num_warps=ELEMENTWISE.num_warps
+        parts,
+        weights,
+        out,
+        TOP_K=top_k,
+        SIZE=hidden_size,
+        BLOCK=block,
+        EARLY=early,
+        num_warps=ELEMENTWISE.num_warps,
+        **({"launch_pdl": True} if early else {}),
     )
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _expert_product_kernel(
     a_ptr,
     matrices_ptr,
     scales_ptr,
     biases_ptr,
+    weights_ptr,
     out_ptr,
     order_ptr,
-    ends_ptr,
-    tile_ends_ptr,
+    tiles_ptr,
+    num_tokens,
     CHOICES: tl.constexpr,
-    TO_ORDER: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GATE: tl.constexpr,
+    TO: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GROUP: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    EXPERT_BLOCK: tl.constexpr,
     SIZE: tl.constexpr,
     INNER: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Rows of `a [..., INNER]` times their experts' `[SIZE, INNER]`, transposed, plus their biases `[SIZE]`. A
-    program computes a tile of one expert.
+    program computes a tile of one expert: see `expert_tiles`.
 
     Matrices are MXFP4 with scales for GROUP elements each, or dense without scales if GROUP is 0.
 
-    Row r in the order of experts is row `order[r]` in the order of tokens. If CHOICES is above 0, row
-    `order[r] // CHOICES` of `a` is read, otherwise row r. If TO_ORDER, row `order[r]` is written, otherwise row r.
+    Row r in the order of experts is choice `order[r]`. If CHOICES is above 0, row `order[r] // CHOICES` of `a` is
+    read, otherwise row r. TO "row" writes row r, "choice" row `order[r]`, and "part" writes row
+    `[order[r] % TOP_K, order[r] // TOP_K]`, times the choice's weight. With a GATE, which is an activation's name,
+    SIZE is of gate | up, and their activation is written.
 
     A sum over INNER is one chain in ascending order, of single elements in float32 and of groups of 16 otherwise,
     whatever ROWS and COLUMNS are: the bits of a row do not depend on its tile. (Before Hopper, the groups of MXFP4
     are of elements that lie apart, of the same ones in all tiles: see `expert_rows`.)
+
+    EARLY: it starts while the kernel before it ends.
     """
+    if EARLY:
+        gdc_launch_dependents()  # as soon as all programs have started, they fill what the last ones leave idle
+        gdc_wait()
     num_columns: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
-    tile = tl.program_id(0) // num_columns
-    expert_ids = tl.arange(0, EXPERT_BLOCK)
-    tile_ends = tl.load(tile_ends_ptr + expert_ids, mask=expert_ids < NUM_EXPERTS, other=2**62)
-    expert = tl.sum((tile_ends <= tile).to(tl.int32), axis=0)
-    if expert < NUM_EXPERTS:  # the grid is for the worst case
-        has_before = expert > 0
-        first_tile = tl.load(tile_ends_ptr + expert - 1, mask=has_before, other=0)
-        first_row = tl.load(ends_ptr + expert - 1, mask=has_before, other=0)
-        row = first_row + (tile - first_tile) * ROWS + tl.arange(0, ROWS)
-        is_row = row < tl.load(ends_ptr + expert)
-        place = tl.load(order_ptr + row, mask=is_row, other=0)
+    record = tiles_ptr + tl.program_id(0) // num_columns * 3
+    expert = tl.load(record).to(tl.int64)
+    if expert >= 0:  # the grid is for the worst case
+        row = (tl.load(record + 1) + tl.arange(0, ROWS)).to(tl.int64)
+        is_row = row < tl.load(record + 2)
+        place = tl.load(order_ptr + row, mask=is_row, other=0).to(tl.int64)
         a_row = place // CHOICES if CHOICES > 0 else row
-        column = tl.program_id(0) % num_columns * COLUMNS + tl.arange(0, COLUMNS)
+        first_column = tl.program_id(0) % num_columns * COLUMNS
+        column = first_column + tl.arange(0, COLUMNS)
         is_column = column < SIZE
+        # Gate and up alternate, so that a thread has both of an element.
+        column = column % 2 * (SIZE // 2) + column // 2 if GATE != "" else column
         depth = tl.arange(0, DEPTH)
         a = a_ptr + a_row[:, None] * INNER + depth[None, :]
         if GROUP > 0:
             group = tl.arange(0, DEPTH // GROUP)
-            nth_group = (expert.to(tl.int64) * SIZE + column)[:, None] * (INNER // GROUP) + group[None, :]
+            nth_group = (expert * SIZE + column)[:, None] * (INNER // GROUP) + group[None, :]
             scales = scales_ptr + nth_group
             b = matrices_ptr + nth_group[:, :, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, None, :]
         else:
-            b = (
-                matrices_ptr
-                + expert.to(tl.int64) * SIZE * INNER
-                + column[None, :].to(tl.int64) * INNER
-                + depth[:, None]
-            )
+            b = matrices_ptr + (expert * SIZE + column)[None, :] * INNER + depth[:, None]
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, INNER, DEPTH):
             is_inner = start + depth < INNER
-            left = tl.load(a + start, mask=is_row[:, None] & is_inner[None, :], other=0.0)
             if GROUP > 0:
+                left = tl.load(a + start, mask=is_row[:, None] & is_inner[None, :], other=0.0)
                 is_group = is_column[:, None] & (start + group * GROUP < INNER)[None, :]
                 blocks = tl.load(b + start // 2, mask=is_group[:, :, None], other=0)
                 scale = tl.load(scales + start // GROUP, mask=is_group, other=0)
                 right = tl.trans(dequantised_tile(blocks, scale, left.dtype))
             else:
+                # Matrices first: they are far away, and do not wait for `order`.
                 right = tl.load(b + start, mask=is_inner[:, None] & is_column[None, :], other=0.0)
+                left = tl.load(a + start, mask=is_row[:, None] & is_inner[None, :], other=0.0)
             total = tl.dot(left, right, total, input_precision="ieee")
         if HAS_BIAS:
             bias = tl.load(biases_ptr + expert * SIZE + column, mask=is_column, other=0.0)
             total += bias.to(tl.float32)[None, :]
-        to = place if TO_ORDER else row
-        out = out_ptr + to[:, None] * SIZE + column[None, :]
-        tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+        to = row
+        if TO == "choice":
+            to = place
+        if TO == "part":
+            to = place % TOP_K * num_tokens + place // TOP_K
+            total *= tl.load(weights_ptr + place, mask=is_row, other=0.0)[:, None]
+        if GATE == "":
+            out = out_ptr + to[:, None] * SIZE + column
+            tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column)
+        else:
+            size: tl.constexpr = SIZE // 2
+            gate, up = tl.split(tl.reshape(total.to(a_ptr.dtype.element_ty), (ROWS, COLUMNS // 2, 2)))
+            activated = silu_times(gate, up) if GATE == "silu" else clamped_swiglu_of(gate, up)
+            column = first_column // 2 + tl.arange(0, COLUMNS // 2)
+            tl.store(out_ptr + to[:, None] * size + column, activated, mask=is_row[:, None] & (column < size))
 
 
 @triton.jit
 def _weighted_sum_kernel(
-    parts_ptr, weights_ptr, out_ptr, TOP_K: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+    parts_ptr,
+    weights_ptr,
+    out_ptr,
+    TOP_K: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        gdc_wait()
     token, column = row_and_columns(SIZE, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for choice in tl.static_range(TOP_K):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -12,9 +13,12 @@ from layers.products import revealing_inputs
 from tests.support.interpreter import require_interpreter
 from tests.support.row_bits import ROWS, differing_counts
 from triton_ops.activations.clamped_swiglu import clamped_swiglu
+from triton_ops.activations.silu_and_mul import silu_and_mul
+from triton_ops.moe.expert_tiles import expert_tiles
 from triton_ops.moe.moe import moe
 from triton_ops.moe.topk_sigmoid import topk_sigmoid
 from triton_ops.moe.topk_softmax import topk_softmax
+from triton_ops.tuning import MAX_PART_TOKENS
 
 # The interpreter does not know bfloat16.
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
@@ -115,6 +119,40 @@ def test_there_are_as_many_experts_as_chosen(kernel_device: torch.device) -> Non
         topk_softmax(torch.ones(2, 6, device=kernel_device), 7, renormalize=True, impl="triton")
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k", "tile_rows"),
+    [
+        (1, 8, 2, 16),
+        (40, 5, 3, 16),
+        (33, 128, 8, 16),
+        (700, 16, 4, 64),  # counted in two steps
+        (20, 1, 1, 16),
+        (16, 16, 16, 16),
+        (0, 8, 2, 16),
+    ],
+)
+def test_expert_tiles(
+    num_tokens: int, num_experts: int, top_k: int, tile_rows: int, kernel_device: torch.device
+) -> None:
+    """Some experts have no tokens, the last among them; others whole tiles, or one row more."""
+    chances = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(0))
+    chances[: num_tokens // 2, : num_experts // 2] += 1
+    experts = chances.topk(top_k).indices.to(kernel_device)
+    order, tiles = expert_tiles(experts, num_experts, tile_rows, impl="triton")
+    expected_order, expected_tiles = expert_tiles(experts, num_experts, tile_rows, impl="torch")
+    assert (order.dtype, tiles.dtype) == (torch.int32, torch.int32)
+    assert torch.equal(order, expected_order)
+    assert torch.equal(tiles[:, 0], expected_tiles[:, 0])
+    is_used = tiles[:, 0] >= 0
+    assert torch.equal(tiles[is_used], expected_tiles[is_used])
+    # Of the reference: each choice once, in a tile of its expert.
+    chosen = experts.flatten()
+    rows = [range(row, min(row + tile_rows, end)) for _, row, end in expected_tiles[is_used].tolist()]
+    assert [row for tile in rows for row in tile] == [*range(num_tokens * top_k)]
+    for (expert, *_), tile in zip(expected_tiles[is_used].tolist(), rows, strict=True):
+        assert (chosen[expected_order[tile.start : tile.stop]] == expert).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "top_k", "hidden", "inner"),
@@ -163,6 +201,46 @@ def test_biases_and_another_activation(
         for impl in ("triton", "torch")
     )
     torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", [silu_and_mul, clamped_swiglu])
+def test_the_bits_of_an_activation_by_itself(
+    activation: Callable[..., Tensor], dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    make = partial(random, dtype=dtype, device=kernel_device)
+    weights, experts = topk_softmax(make(40, 3, seed=1), 2, renormalize=True)
+    given = make(40, 48), weights, experts, make(3, 72, 48, seed=2), make(3, 48, 36, seed=3)
+    biases = {"gate_up_bias": make(3, 72, seed=4)}
+    fused = moe(*given, **biases, activation=activation, impl="triton")  # type: ignore[arg-type]
+    own = moe(*given, **biases, activation=partial(activation), impl="triton")  # type: ignore[arg-type]
+    assert torch.equal(fused, own)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [1, 40, MAX_PART_TOKENS])
+def test_parts(num_tokens: int, dtype: torch.dtype, kernel_device: torch.device) -> None:
+    make = partial(random, dtype=dtype, device=kernel_device)
+    weights, experts = topk_softmax(make(num_tokens, 5, seed=1), 3, renormalize=True)
+    x, gate_up = make(num_tokens, 48), make(5, 48, 48, seed=2) / 48**0.5
+    down, down_bias = make(5, 48, 24, seed=3) / 24**0.5, make(5, 48, seed=4)
+    given = x, weights, experts, gate_up, down
+    parts = moe(*given, down_bias=down_bias, parts_ok=True, impl="triton")
+    assert parts.dtype == torch.float32
+    for nth, part in enumerate(parts.unbind()):
+        own = weights[:, nth : nth + 1].contiguous(), experts[:, nth : nth + 1]
+        expected = moe(x, *own, gate_up, down, down_bias=down_bias, impl="torch")
+        torch.testing.assert_close(part, expected.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_many_tokens_and_many_choices_have_no_parts(kernel_device: torch.device) -> None:
+    make = partial(random, dtype=torch.float32, device=kernel_device)
+    gate_up, down = make(9, 24, 16, seed=2), make(9, 16, 12, seed=3)
+    for num_tokens, top_k in ((MAX_PART_TOKENS + 1, 2), (3, 9)):
+        x = make(num_tokens, 16)
+        weights, experts = topk_softmax(make(num_tokens, 9, seed=1), top_k, renormalize=True)
+        out = moe(x, weights, experts, gate_up, down, parts_ok=True, impl="triton")
+        assert torch.equal(out, moe(x, weights, experts, gate_up, down, impl="triton"))
 
 
 def test_experts_without_tokens_are_not_read(kernel_device: torch.device) -> None:
