@@ -41,6 +41,7 @@ __all__ = [
     "gdc_launch_dependents",
     "gdc_wait",
     "gpu_of",
+    "has_gluon",
     "next_power_of_2",
     "runs_triton",
     "tl",
@@ -52,6 +53,8 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 INTERPRETED: tl.constexpr = _INTERPRETED if tl is None else tl.constexpr(_INTERPRETED)
 
 Impl = Literal["auto", "torch", "triton"]
+
+_GLUON_VERSIONS = ("3.6.", "3.7.")  # whose Gluon is the one that kernels are written in: it is experimental
 
 
 class Vendor(Enum):
@@ -112,6 +115,11 @@ def runs_triton(impl: Impl, device: torch.device) -> bool:
     if device.type != "cuda" and _compiling_for is None and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(f'impl is "triton", but the tensors are on {device}; a kernel needs a CUDA device')
     return True
+
+
+def has_gluon() -> bool:
+    """Whether kernels in Gluon, Triton's language of a lower level, can be launched; they are not interpreted."""
+    return triton.__version__.startswith(_GLUON_VERSIONS) and not _INTERPRETED
 
 
 def gpu_of(device: torch.device) -> GPU:
