@@ -263,7 +263,7 @@ def _load(
     n = gl.arange(0, _KEYS, gl.SliceLayout(1, _COPY))
     m = gl.arange(0, 64, gl.SliceLayout(1, _COPY))
     t = 0
-    for nth in range(0, (total + num_programs - 1) // num_programs):
+    for nth in range((total + num_programs - 1) // num_programs):
         work = _nth_work(nth, program, num_programs)
         if work < total:
             (
@@ -305,14 +305,14 @@ def _load(
                 t = _copy_tile(
                     k_head, v_head, offset, live, k_smem, v_smem, k_full, k_empty, v_full, v_empty, t, True
                 )
-            for j in range(0, prefix_whole):
+            for j in range(prefix_whole):
                 offset = slot.to(gl.int64) * SLOT_STRIDE
                 following = start + (j + 1) * _KEYS + n
                 slot = gl.load(slots + following, mask=following < cached_end, other=0)
                 t = _copy_tile(
                     k_head, v_head, offset, n >= 0, k_smem, v_smem, k_full, k_empty, v_full, v_empty, t, False
                 )
-            for j in range(0, new_whole):
+            for j in range(new_whole):
                 key = new_start + j * _KEYS + n
                 t = _copy_tile(
                     k_new, v_new, key.to(gl.int64) * KV_ROW_STRIDE, n >= 0,
@@ -414,12 +414,12 @@ def _multiply(
     row = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, _PRODUCT))
     q_tile = q_smem.index(HALF)
     t = 0
-    for nth in range(0, (total + num_programs - 1) // num_programs):
+    for nth in range((total + num_programs - 1) // num_programs):
         work = _nth_work(nth, program, num_programs)
         if work < total:
             item = work // NUM_KV_HEADS
             (
-                request, query_start, start, cached_end, prefix_whole, prefix_masked, new_start, new_end,
+                _request, query_start, start, cached_end, prefix_whole, prefix_masked, new_start, new_end,
                 new_whole, new_masked, extend_len, first_row,
             ) = _item(
                 item, prefix_lens, extend_start_loc, extend_seq_lens,
@@ -453,7 +453,7 @@ def _multiply(
                     pairs, keep, acc, row_max, row_sum, t, limit, scale, HALF, True,
                 )  # fmt: skip
                 t += 1
-            for j in range(masked, new_masked + prefix_masked + prefix_whole + new_whole):
+            for _ in range(masked, new_masked + prefix_masked + prefix_whole + new_whole):
                 pairs, keep, acc, row_max, row_sum = _step(
                     q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
                     pairs, keep, acc, row_max, row_sum, t, limit, scale, HALF, False,
