@@ -2,8 +2,6 @@
 half of a tile's rows while the other half computes its softmax (as in FlashAttention-3, Shah et al., 2024).
 """
 
-# Tests: tests/triton_ops/attention/test_extend_hopper.py
-
 from __future__ import annotations
 
 import math

@@ -81,7 +81,7 @@ def test_the_kernel_is_for_plain_heads_of_128(group: int, monkeypatch: pytest.Mo
         {"scoring": Scoring(SCALE, alibi_slopes=torch.zeros(32))},
         {"spare": 8},
     ],
-    ids=str,
+    ids=" ".join,
 )
 def test_what_it_is_not_for(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extend_hopper, "has_gluon", lambda: True)
