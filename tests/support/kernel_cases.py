@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -191,6 +192,14 @@ def _extend_cases() -> Iterator[KernelCase]:
             yield KernelCase(
                 extend_attention, str(shape), partial(_extend, shape), few, wgmma, shape.min_capability
             )
+            if shape.head_dim == 128 and shape.dtype == torch.bfloat16:
+                name, call = f"{shape}, without Gluon", partial(_extend_without_gluon, shape)
+                yield KernelCase(extend_attention, name, call, few, wgmma, shape.min_capability)
+
+
+def _extend_without_gluon(shape: AttentionShape) -> None:
+    with patch("triton_ops.attention.extend_hopper.has_gluon", return_value=False):
+        _extend(shape)
 
 
 def _extend(shape: AttentionShape, shares: bool = False) -> None:

@@ -16,6 +16,7 @@ from triton_ops.attention.arguments import (
     result_arguments,
 )
 from triton_ops.attention.dense import dense_attention
+from triton_ops.attention.extend_hopper import launch_hopper, runs_hopper
 from triton_ops.attention.merge import Partials, merge_partials, merge_rows
 from triton_ops.attention.plan import ExtendPlan
 from triton_ops.attention.shared import shared_attention
@@ -82,7 +83,7 @@ def extend_attention(
     In torch everything is computed in float32, after waiting for the device to read the lengths. The kernel is
     FlashAttention-2 (Dao, 2023) with the heads of a group side by side in a tile of queries; a long prefix that
     few tiles read is cut, and merged as in FlashDecoding (Dao et al., 2023). Shared items have a kernel of their
-    own (`shared_attention`).
+    own (`shared_attention`). On Hopper one in Gluon takes the place of the first where it can (`runs_hopper`).
     """
     check_window(scoring, plan)
     if out is None:
@@ -276,12 +277,12 @@ def _launch(
     out: Tensor,
     lse: Tensor | None,
 ) -> Tensor:
-    num_kv_heads = k.shape[1]
+    gpu, num_kv_heads = gpu_of(q.device), k.shape[1]
     group = q.shape[1] // num_kv_heads
     check_arguments(q, kv, scoring, out, lse)
     short = plan.tile_tokens * group <= SHORT_ROWS
     alibi, e4m3 = scoring.alibi_slopes is not None, kv.k.dtype == E4M3
-    config = extend_config(gpu_of(q.device), q.shape[2], q.dtype, short=short, alibi=alibi, e4m3=e4m3)
+    config = extend_config(gpu, q.shape[2], q.dtype, short=short, alibi=alibi, e4m3=e4m3)
     if k.stride() != v.stride() or k.stride(2) != 1:
         # A norm over all heads leaves k outside the projection that v is part of, and the kernel has registers for
         # only one offset a token.
@@ -298,24 +299,30 @@ def _launch(
     partials = Partials.of(plan, q)
     if plan.shared_req_pool_indices.shape[0]:
         shared_attention(q, kv, plan, scoring, partials)
-    _extend_kernel[(num_items * num_kv_heads,)](
-        k=k,
-        v=v,
-        kv_row_stride=k.stride(0),
-        kv_head_stride=k.stride(1),
-        req_pool_indices=extends.req_pool_indices,
-        prefix_lens=extends.prefix_lens,
-        extend_start_loc=extends.extend_start_loc,
-        extend_seq_lens=extends.extend_seq_lens,
-        item_requests=plan.item_requests,
-        item_query_starts=plan.item_query_starts,
-        item_starts=plan.item_starts,
-        item_lens=plan.item_lens,
-        item_partials=plan.item_partials,
-        **kernel_arguments(q, kv, scoring, partials, config),
-        **result_arguments(scoring, out, lse),
-        BLOCK_M=block_m,
-    )
+    work = {
+        "req_pool_indices": extends.req_pool_indices,
+        "prefix_lens": extends.prefix_lens,
+        "extend_start_loc": extends.extend_start_loc,
+        "extend_seq_lens": extends.extend_seq_lens,
+        "item_requests": plan.item_requests,
+        "item_query_starts": plan.item_query_starts,
+        "item_starts": plan.item_starts,
+        "item_lens": plan.item_lens,
+        "item_partials": plan.item_partials,
+    }
+    if runs_hopper(gpu, q, k, v, kv, scoring, plan.tile_tokens, out):
+        launch_hopper(q, k, v, kv, scoring, partials, out, lse, gpu.num_sms, **work)
+    else:
+        _extend_kernel[(num_items * num_kv_heads,)](
+            k=k,
+            v=v,
+            kv_row_stride=k.stride(0),
+            kv_head_stride=k.stride(1),
+            **work,
+            **kernel_arguments(q, kv, scoring, partials, config),
+            **result_arguments(scoring, out, lse),
+            BLOCK_M=block_m,
+        )
     if partials.out.shape[0]:
         merge_partials(partials, plan, scoring.sinks, out, lse)
     return out

@@ -574,19 +574,23 @@ def test_long_prefixes_are_cut_or_left_to_other_plans() -> None:
     assert few.extend[None].item_lens.max() < 5000
 
 
+# Heads of 128 have a kernel of their own on Hopper.
+@pytest.mark.parametrize("head_dim", [16, pytest.param(128, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("cut", [True, False])
 @pytest.mark.parametrize("window", [None, 50])
-def test_padded_extends_attend_to_the_same(kernel_device: torch.device, window: int | None, cut: bool) -> None:
+def test_padded_extends_attend_to_the_same(
+    kernel_device: torch.device, window: int | None, cut: bool, head_dim: int
+) -> None:
     """Of the same tokens the results are the same; those of the padding are zero."""
     tuning = PlanTuning(max_cut_tokens=2048 if cut else 0)
     one = PaddedExtends((1500, 0, 3), (40, 70, 2), (), num_tokens=200, num_extends=6, num_rows=1)
     torch.manual_seed(0)
     num_slots = 1700
     dtype = torch.bfloat16 if kernel_device.type == "cuda" else torch.float16
-    kv = torch.randn(2, num_slots, 2, 16).to(kernel_device, dtype)
+    kv = torch.randn(2, num_slots, 2, head_dim).to(kernel_device, dtype)
     table = torch.randint(1, num_slots, (7, 1600), dtype=torch.int32).to(kernel_device)
-    q = torch.randn(201, 8, 16).to(kernel_device, dtype)
-    k, v = torch.randn(2, 201, 2, 16).to(kernel_device, dtype)
+    q = torch.randn(201, 8, head_dim).to(kernel_device, dtype)
+    k, v = torch.randn(2, 201, 2, head_dim).to(kernel_device, dtype)
     host = one.host()
     here = planner(replace(H200, num_sms=4), window, num_kv_heads=2, dtype=dtype, tuning=tuning)
     plans = one.plans(here)
