@@ -77,8 +77,8 @@ class Executor:
     def compile(
         self, pass_: Pass, packed: PackedPass, idle_passes: Iterable[PackedPass], recorder: GraphRecorder
     ) -> None:
-        """Compile the kernels of a pass without a key, and those that `capture` would launch. This executor is of no
-        use afterwards.
+        """Compile the kernels of a pass without a key, and those that `capture` would launch. This executor is of
+        no use afterwards.
         """
 
         def whole_pass() -> None:

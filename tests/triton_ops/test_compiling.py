@@ -27,5 +27,6 @@ def test_kernels_are_compiled_instead_of_launched(tmp_path: Path) -> None:
     assert told["elsewhere"] == "CompiledKernel"
     assert told["compiled"] == 4
     assert told["found"], "launches afterwards find what was compiled"
+    assert len(list(tmp_path.rglob("_twice.cubin"))) == 4, "a launch finds them on the disk, too"
     assert "a kernel that does not compile" in told["error"]
     assert told["hook"] is None
