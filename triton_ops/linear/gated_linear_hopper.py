@@ -42,7 +42,7 @@ def launch_hopper(x: Tensor, weight: Tensor, out: Tensor, config: TileConfig, nu
         num_programs,
         GROUP=TILE_GROUP,
         STAGES=config.stages,
-        LAYOUT=gl.NVMMADistributedLayout([3, 0], [TILE_WARPS, 1], [16, 2 * config.columns, 16]),
+        WARPS=TILE_WARPS,
         LOADING_REGISTERS=_LOADING_REGISTERS,
         num_warps=TILE_WARPS,
         maxnreg=_REGISTERS,
@@ -65,7 +65,7 @@ def _gated_hopper_kernel(
     num_programs,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    WARPS: gl.constexpr,
     LOADING_REGISTERS: gl.constexpr,
 ):
     """A program computes every `num_programs`th tile. One warp loads steps of x and gate and up into a
@@ -88,7 +88,7 @@ def _gated_hopper_kernel(
     ring = x_ring, weight_ring, full, empty, num_steps
     gl.warp_specialize(
         [
-            (_multiply_tiles, (out, out_tile, ring, tiles, GROUP, LAYOUT)),
+            (_multiply_tiles, (out, out_tile, ring, tiles, GROUP, WARPS)),
             (_load_tiles, (x, weight, ring, tiles, GROUP)),
         ],
         [1],
@@ -122,17 +122,18 @@ def _load_tiles(x, weight, ring, tiles, GROUP: gl.constexpr):
 
 
 @jit
-def _multiply_tiles(out, out_tile, ring, tiles, GROUP: gl.constexpr, LAYOUT: gl.constexpr):
+def _multiply_tiles(out, out_tile, ring, tiles, GROUP: gl.constexpr, WARPS: gl.constexpr):
     x_ring, weight_ring, full, empty, num_steps = ring
     row_tiles, column_tiles, num_programs = tiles
     stages: gl.constexpr = x_ring.type.shape[0]
     rows: gl.constexpr = out.block_type.shape[0]
     columns: gl.constexpr = out.block_type.shape[1]
     depth: gl.constexpr = x_ring.type.shape[2]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 2 * columns, 16])
     step = 0
     for tile in range(gl.program_id(0), row_tiles * column_tiles, num_programs):
         row, column = _row_and_column(tile, row_tiles, column_tiles, GROUP)
-        total = gl.zeros([rows, 2 * columns], gl.float32, LAYOUT)
+        total = gl.zeros([rows, 2 * columns], gl.float32, layout)
         for k in range(num_steps):
             stage = step % stages
             mbarrier.wait(full.index(stage), step // stages & 1)
