@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -71,30 +71,7 @@ class Executor:
         """Capture the forward passes of idle passes, which have a key each, and the draws of decodes. Words come
         in at one fixed place on the device; logits, flags and tokens come out at others.
         """
-        for key, compute, warm_up in self._captures(idle_passes):
-            self.graphs[key] = recorder.captured(compute, warm_up)
-
-    def compile(
-        self, pass_: Pass, packed: PackedPass, idle_passes: Iterable[PackedPass], recorder: GraphRecorder
-    ) -> None:
-        """Compile the kernels of a pass without a key, and those that `capture` would launch. This executor is of
-        no use afterwards.
-        """
-
-        def whole_pass() -> None:
-            forward = self.forward(pass_, packed)
-            self.draw(forward)
-            self.score(forward)
-
-        # No words can be sent while launches are recorded: those of idle passes are sent before, that pass's once.
-        warm_ups = [warm_up for _, _, warm_up in self._captures(idle_passes)]
-        recorder.compile([*warm_ups, whole_pass])
-
-    def _captures(self, idle_passes: Iterable[PackedPass]) -> Iterator[tuple[Hashable, Launch, Launch]]:
-        """Keys of `graphs`, what is captured for each, and what launches all its kernels."""
         passes = {packed.key: packed for packed in idle_passes if packed.key is not None}
-        if not passes:
-            return
         shapes = [key.shape for key in passes]
         device, max_rows = self.last_token.device, max(shape.num_rows for shape in shapes)
         size = max_rows, self._model.config.vocab_size
@@ -110,12 +87,12 @@ class Executor:
             inputs, shape = packed.inputs.tensors(self._staging.upload(packed.words)), key.shape
             compute = partial(self._compute, packed, inputs, shape.num_extends)
             warm_up = partial(compute, num_blocks=self._model.num_unlike_blocks)
-            yield key, compute, warm_up
+            self.graphs[key] = recorder.captured(compute, warm_up)
             if shape.is_decode and shape not in self._decode_inputs:
                 self._decode_inputs[shape] = inputs
                 for features in CAPTURED_DRAWS:
                     draw = partial(self._draw_decodes, shape, features)
-                    yield (shape, features), draw, draw
+                    self.graphs[shape, features] = recorder.captured(draw, draw)
 
     def forward(self, pass_: Pass, packed: PackedPass) -> Forward:
         """Start a pass, up to its logits."""

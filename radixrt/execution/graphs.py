@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from radixrt.schedule.passes import Features
-from triton_ops.compiling import compiled_together
 
 MAX_CAPTURED_BATCH = 2048  # requests
 FINE_BATCH = 512  # requests up to which sizes are close to one another
@@ -72,20 +71,6 @@ class GraphRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = torch.cuda.graph_pool_handle()
-
-    def compile(self, launches: Iterable[Launch]) -> None:
-        """Compile what the launches run, all kernels at once. Nothing is computed: the launches go to a graph that
-        is thrown away.
-        """
-        with (
-            compiled_together(self._device),
-            _one_at_a_time,
-            torch.cuda.graph(
-                torch.cuda.CUDAGraph(), stream=_capture_stream(self._device), capture_error_mode="relaxed"
-            ),
-        ):
-            for launch in launches:
-                launch()
 
     def captured(self, compute: Launch, warm_up: Launch) -> Launch:
         """What launches a graph of `compute`, after `warm_up`, which makes all that is made on first use."""

@@ -17,7 +17,7 @@ from radixrt.checks import check_float, check_int
 from radixrt.errors import ParameterError
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.execution.staging import padded
-from radixrt.limits import NO_PASSES, PassLimits
+from radixrt.limits import PassLimits
 from radixrt.models.decoder import Decoder
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.answer import Answer, RequestLog
@@ -82,24 +82,20 @@ def measured_pass_memory(
 ) -> int:
     """Bytes that passes up to `limits`, the tables on the device, and graphs take; the last two as in ModelRunner.
 
-    Compiles the kernels of all passes, runs the largest one, and captures the largest graphs, over a pool of two
-    slots. Contexts are short there: partial results of long ones, or of what requests share, are added.
+    Runs the largest pass, and captures the largest graphs, over a pool of two slots. Contexts are short there:
+    partial results of long ones, or of what requests share, are added.
     """
     config, device = model.config, model.placement.device
 
     def free() -> int:
         return torch.cuda.mem_get_info(device)[0]
 
-    pool = TokenToKVPool(2, config.num_layers, config.num_kv_heads, config.head_dim, dtype=kv_dtype, device=device)
-    pool.buffer.zero_()
-    largest = largest_pass(limits, config.context_length)
-    if captured != NO_PASSES:  # else launches cannot be recorded, either
-        ModelRunner(model, rows, pool, device, captured=captured, tree=tree).compile_kernels(largest)
-    gc.collect()
     torch.cuda.empty_cache()
     before = free()
+    pool = TokenToKVPool(2, config.num_layers, config.num_kv_heads, config.head_dim, dtype=kv_dtype, device=device)
+    pool.buffer.zero_()
     runner = ModelRunner(model, rows, pool, device, captured=captured, tree=tree)
-    runner.collect(runner.launch(largest))
+    runner.collect(runner.launch(largest_pass(limits, config.context_length)))
     passes = before - free()
     torch.cuda.empty_cache()
     between = free()

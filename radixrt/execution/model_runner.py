@@ -110,15 +110,6 @@ class ModelRunner:
             with torch.inference_mode(), self._on_device():
                 self.executor.capture(self._builder.idle_passes(max_shapes), self._tuning.recorder(self.device))
 
-    def compile_kernels(self, pass_: Pass) -> None:
-        """Compile at once all kernels of a pass that is not captured, and of those that `capture_graphs` captures.
-        Nothing is computed, and this runner is of no use afterwards.
-        """
-        with torch.inference_mode(), self._on_device():
-            packed = self._builder.build(pass_)  # before there are shapes to pad it to
-            idle = self._builder.idle_passes()
-            self.executor.compile(pass_, packed, idle, self._tuning.recorder(self.device))
-
     def transfer(self, transfers: deque[KVTransfer]) -> None:
         assert self._mover is not None  # without a host's pool nothing is booked
         with torch.inference_mode(), self._on_device():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +10,9 @@ import torch
 
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
-from radixrt.execution.graphs import CAPTURED_DRAWS, Launch, PassShape, captured_shapes, ladder
+from radixrt.execution.graphs import CAPTURED_DRAWS, PassShape, captured_shapes, ladder
 from radixrt.execution.model_runner import ModelRunner, Tuning
 from radixrt.execution.pass_builder import PassKey
-from radixrt.execution.staging import Staging
 from radixrt.limits import NO_PASSES, PassLimits
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import load_model
@@ -128,25 +126,3 @@ def test_a_pass_that_is_too_long_for_graphs_has_room_beside_them(
         runner.capture_graphs()
         found.append([runner.collect(runner.launch(pass_)).token_ids.tolist() for pass_ in (long, after, after)])
     assert found[0] == found[1]
-
-
-def test_compiling_launches_all_that_is_captured_and_the_pass(
-    model: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launched: list[int] = []
-
-    def compile_(recorder: Recomputing, launches: Iterable[Launch]) -> None:
-        # No words can be sent once the first launch is recorded, but for those of the last one, the pass.
-        *idle, last = launches
-        with monkeypatch.context() as context:
-            context.setattr(Staging, "upload", None)
-            for launch in idle:
-                launch()
-        last()
-        launched.append(len(idle) + 1)
-
-    monkeypatch.setattr(Recomputing, "compile", compile_)
-    captured = runner_of(model, captures=True)
-    captured.capture_graphs()
-    runner_of(model, captures=True).compile_kernels(PROMPTS)
-    assert launched == [len(captured.executor.graphs) + 1]
