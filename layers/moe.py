@@ -74,11 +74,6 @@ class SparseMoE(Layer):
         self.gate_up_bias = placement.parameter(num_experts, 2 * intermediate_size) if bias else None
         self.down_bias = placement.parameter(num_experts, hidden_size) if bias else None
 
-    @property
-    def input_groups(self) -> None:
-        """As `Linear.input_groups`: its router and its experts read the same tokens."""
-        return None
-
     def forward(self, x: Tensor, *, split_k_ok: bool = False) -> Tensor:
         """`x [num_tokens, hidden_size]` to the same shape, or to parts if they are allowed: see `moe`."""
         weights, experts = self.route(x)
