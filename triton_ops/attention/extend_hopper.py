@@ -106,6 +106,7 @@ def launch_hopper(
         partial_lse=partials.lse,
         scale=scoring.scale * math.log2(math.e),
         total=total,
+        num_rows=q.shape[0],
         q_row_stride=q.stride(0),
         q_head_stride=q.stride(1),
         kv_head_stride=k.stride(1),
@@ -120,12 +121,12 @@ def launch_hopper(
     )
 
 
-@jit(do_not_specialize=["total"])
+@jit(do_not_specialize=["total", "num_rows"])
 def _extend_hopper_kernel(
     q, k, v, k_buffer, v_buffer, req_to_token,
     req_pool_indices, prefix_lens, extend_start_loc, extend_seq_lens,
     item_requests, item_query_starts, item_starts, item_lens, item_partials,
-    out, lse, partial_out, partial_lse, scale, total,
+    out, lse, partial_out, partial_lse, scale, total, num_rows,
     q_row_stride, q_head_stride, kv_head_stride, slot_head_stride, table_stride,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     KV_ROW_STRIDE: gl.constexpr, SLOT_STRIDE: gl.constexpr,  # so that an address is one instruction
@@ -159,19 +160,19 @@ def _extend_hopper_kernel(
         [
             (_multiply, (
                 out, lse, partial_out, partial_lse, prefix_lens, extend_start_loc, extend_seq_lens,
-                item_requests, item_query_starts, item_starts, item_lens, item_partials, scale, total,
+                item_requests, item_query_starts, item_starts, item_lens, item_partials, scale, total, num_rows,
                 q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
                 0, NUM_KV_HEADS, GROUP, HAS_LSE)),
             (_multiply, (
                 out, lse, partial_out, partial_lse, prefix_lens, extend_start_loc, extend_seq_lens,
-                item_requests, item_query_starts, item_starts, item_lens, item_partials, scale, total,
+                item_requests, item_query_starts, item_starts, item_lens, item_partials, scale, total, num_rows,
                 q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
                 1, NUM_KV_HEADS, GROUP, HAS_LSE)),
             (_load, (
                 q, k, v, k_buffer, v_buffer, req_to_token,
                 req_pool_indices, prefix_lens, extend_start_loc, extend_seq_lens,
                 item_requests, item_query_starts, item_starts, item_lens,
-                q_row_stride, q_head_stride, kv_head_stride, slot_head_stride, table_stride, total,
+                q_row_stride, q_head_stride, kv_head_stride, slot_head_stride, table_stride, total, num_rows,
                 q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 NUM_KV_HEADS, GROUP, KV_ROW_STRIDE, SLOT_STRIDE)),
         ],
@@ -185,6 +186,15 @@ def _nth_work(nth, program, num_programs):
     program has the longest of each.
     """
     return nth * num_programs + gl.where(nth % 2 == 1, num_programs - 1 - program, program)
+
+
+@jit
+def _is_live(work, total, item_query_starts, num_rows, NUM_KV_HEADS: gl.constexpr):
+    """Whether there is such a pair. A padded plan ends in items that begin beyond all rows: of few extends it may
+    have six times as many as of others.
+    """
+    query_start = gl.load(item_query_starts + work // NUM_KV_HEADS, mask=work < total, other=num_rows)
+    return query_start < num_rows
 
 
 @jit
@@ -252,7 +262,7 @@ def _load(
     q, k, v, k_buffer, v_buffer, req_to_token,
     req_pool_indices, prefix_lens, extend_start_loc, extend_seq_lens,
     item_requests, item_query_starts, item_starts, item_lens,
-    q_row_stride, q_head_stride, kv_head_stride, slot_head_stride, table_stride, total,
+    q_row_stride, q_head_stride, kv_head_stride, slot_head_stride, table_stride, total, num_rows,
     q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, KV_ROW_STRIDE: gl.constexpr, SLOT_STRIDE: gl.constexpr,
 ):  # fmt: skip
@@ -261,61 +271,63 @@ def _load(
     n = gl.arange(0, _KEYS, gl.SliceLayout(1, _COPY))
     m = gl.arange(0, 64, gl.SliceLayout(1, _COPY))
     t = 0
-    for nth in range((total + num_programs - 1) // num_programs):
-        work = _nth_work(nth, program, num_programs)
-        if work < total:
-            (
-                request, query_start, start, cached_end, prefix_whole, prefix_masked, new_start, new_end,
-                new_whole, new_masked, extend_len, first_row,
-            ) = _item(
-                work // NUM_KV_HEADS, prefix_lens, extend_start_loc, extend_seq_lens,
-                item_requests, item_query_starts, item_starts, item_lens,
+    nth = 0
+    work = program
+    while _is_live(work, total, item_query_starts, num_rows, NUM_KV_HEADS):
+        (
+            request, query_start, start, cached_end, prefix_whole, prefix_masked, new_start, new_end,
+            new_whole, new_masked, extend_len, first_row,
+        ) = _item(
+            work // NUM_KV_HEADS, prefix_lens, extend_start_loc, extend_seq_lens,
+            item_requests, item_query_starts, item_starts, item_lens,
+        )  # fmt: skip
+        kv_head = work % NUM_KV_HEADS
+        slots = req_to_token + gl.load(req_pool_indices + request).to(gl.int64) * table_stride
+        # The next tile's slots are carried along, so that copies do not wait for loads.
+        first = gl.where(prefix_masked == 1, start + prefix_whole * _KEYS, start)
+        slot = gl.load(slots + first + n, mask=first + n < cached_end, other=0)
+
+        mbarrier.wait(q_empty, (nth & 1) ^ 1)
+        for half in gl.static_range(2):
+            token = query_start + (half * 64 + m) // GROUP
+            head = kv_head * GROUP + m % GROUP
+            row = (first_row + token).to(gl.int64)
+            _copy(q_smem.index(half), q, row * q_row_stride + head * q_head_stride, token < extend_len, True)
+        async_copy.mbarrier_arrive(q_full, increment_count=False)
+
+        k_new = k + first_row.to(gl.int64) * KV_ROW_STRIDE + kv_head * kv_head_stride
+        v_new = v + first_row.to(gl.int64) * KV_ROW_STRIDE + kv_head * kv_head_stride
+        k_head = k_buffer + kv_head.to(gl.int64) * slot_head_stride
+        v_head = v_buffer + kv_head.to(gl.int64) * slot_head_stride
+        for j in range(new_whole, new_whole + new_masked):
+            key = new_start + j * _KEYS + n
+            t = _copy_tile(
+                k_new, v_new, key.to(gl.int64) * KV_ROW_STRIDE, key < new_end,
+                k_smem, v_smem, k_full, k_empty, v_full, v_empty, t, True,
             )  # fmt: skip
-            kv_head = work % NUM_KV_HEADS
-            slots = req_to_token + gl.load(req_pool_indices + request).to(gl.int64) * table_stride
-            # The next tile's slots are carried along, so that copies do not wait for loads.
-            first = gl.where(prefix_masked == 1, start + prefix_whole * _KEYS, start)
-            slot = gl.load(slots + first + n, mask=first + n < cached_end, other=0)
-
-            mbarrier.wait(q_empty, (nth & 1) ^ 1)
-            for half in gl.static_range(2):
-                token = query_start + (half * 64 + m) // GROUP
-                head = kv_head * GROUP + m % GROUP
-                row = (first_row + token).to(gl.int64)
-                _copy(q_smem.index(half), q, row * q_row_stride + head * q_head_stride, token < extend_len, True)
-            async_copy.mbarrier_arrive(q_full, increment_count=False)
-
-            k_new = k + first_row.to(gl.int64) * KV_ROW_STRIDE + kv_head * kv_head_stride
-            v_new = v + first_row.to(gl.int64) * KV_ROW_STRIDE + kv_head * kv_head_stride
-            k_head = k_buffer + kv_head.to(gl.int64) * slot_head_stride
-            v_head = v_buffer + kv_head.to(gl.int64) * slot_head_stride
-            for j in range(new_whole, new_whole + new_masked):
-                key = new_start + j * _KEYS + n
-                t = _copy_tile(
-                    k_new, v_new, key.to(gl.int64) * KV_ROW_STRIDE, key < new_end,
-                    k_smem, v_smem, k_full, k_empty, v_full, v_empty, t, True,
-                )  # fmt: skip
-            if prefix_masked == 1:
-                # Other requests' slots may hold NaN, and 0 * NaN is NaN: neither K nor V is read there.
-                offset = slot.to(gl.int64) * SLOT_STRIDE
-                live = first + n < cached_end
-                slot = gl.load(slots + start + n, mask=start + n < cached_end, other=0)
-                t = _copy_tile(
-                    k_head, v_head, offset, live, k_smem, v_smem, k_full, k_empty, v_full, v_empty, t, True
-                )
-            for j in range(prefix_whole):
-                offset = slot.to(gl.int64) * SLOT_STRIDE
-                following = start + (j + 1) * _KEYS + n
-                slot = gl.load(slots + following, mask=following < cached_end, other=0)
-                t = _copy_tile(
-                    k_head, v_head, offset, n >= 0, k_smem, v_smem, k_full, k_empty, v_full, v_empty, t, False
-                )
-            for j in range(new_whole):
-                key = new_start + j * _KEYS + n
-                t = _copy_tile(
-                    k_new, v_new, key.to(gl.int64) * KV_ROW_STRIDE, n >= 0,
-                    k_smem, v_smem, k_full, k_empty, v_full, v_empty, t, False,
-                )  # fmt: skip
+        if prefix_masked == 1:
+            # Other requests' slots may hold NaN, and 0 * NaN is NaN: neither K nor V is read there.
+            offset = slot.to(gl.int64) * SLOT_STRIDE
+            live = first + n < cached_end
+            slot = gl.load(slots + start + n, mask=start + n < cached_end, other=0)
+            t = _copy_tile(
+                k_head, v_head, offset, live, k_smem, v_smem, k_full, k_empty, v_full, v_empty, t, True
+            )
+        for j in range(prefix_whole):
+            offset = slot.to(gl.int64) * SLOT_STRIDE
+            following = start + (j + 1) * _KEYS + n
+            slot = gl.load(slots + following, mask=following < cached_end, other=0)
+            t = _copy_tile(
+                k_head, v_head, offset, n >= 0, k_smem, v_smem, k_full, k_empty, v_full, v_empty, t, False
+            )
+        for j in range(new_whole):
+            key = new_start + j * _KEYS + n
+            t = _copy_tile(
+                k_new, v_new, key.to(gl.int64) * KV_ROW_STRIDE, n >= 0,
+                k_smem, v_smem, k_full, k_empty, v_full, v_empty, t, False,
+            )  # fmt: skip
+        nth += 1
+        work = _nth_work(nth, program, num_programs)
 
 
 # --- the warps that multiply ---
@@ -403,7 +415,7 @@ def _step(
 @jit
 def _multiply(
     out, lse, partial_out, partial_lse, prefix_lens, extend_start_loc, extend_seq_lens,
-    item_requests, item_query_starts, item_starts, item_lens, item_partials, scale, total,
+    item_requests, item_query_starts, item_starts, item_lens, item_partials, scale, total, num_rows,
     q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn,
     HALF: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
@@ -412,79 +424,81 @@ def _multiply(
     row = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, _PRODUCT))
     q_tile = q_smem.index(HALF)
     t = 0
-    for nth in range((total + num_programs - 1) // num_programs):
-        work = _nth_work(nth, program, num_programs)
-        if work < total:
-            item = work // NUM_KV_HEADS
-            (
-                _request, query_start, start, cached_end, prefix_whole, prefix_masked, new_start, new_end,
-                new_whole, new_masked, extend_len, first_row,
-            ) = _item(
-                item, prefix_lens, extend_start_loc, extend_seq_lens,
-                item_requests, item_query_starts, item_starts, item_lens,
+    nth = 0
+    work = program
+    while _is_live(work, total, item_query_starts, num_rows, NUM_KV_HEADS):
+        item = work // NUM_KV_HEADS
+        (
+            _request, query_start, start, cached_end, prefix_whole, prefix_masked, new_start, new_end,
+            new_whole, new_masked, extend_len, first_row,
+        ) = _item(
+            item, prefix_lens, extend_start_loc, extend_seq_lens,
+            item_requests, item_query_starts, item_starts, item_lens,
+        )  # fmt: skip
+        token = query_start + row // GROUP
+        row_max = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, _PRODUCT))
+        row_sum = gl.zeros([64], gl.float32, gl.SliceLayout(1, _PRODUCT))
+        acc = gl.zeros([64, 128], gl.float32, _PRODUCT)
+
+        mbarrier.wait(q_full, nth & 1)
+        _wait_full(k_full, t)
+        mbarrier.wait(turn.index(HALF), (t & 1) ^ (1 - HALF))
+        s = _scores(q_tile, k_smem, t)
+        mbarrier.arrive(turn.index(1 - HALF), count=1)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        mbarrier.arrive(k_empty.index(t % _STAGES), count=1)
+        limit = _limit(0, token, start, cached_end, prefix_whole, new_start, new_end, new_whole, new_masked)
+        # Where nothing is masked, the first tile is whole.
+        limit = gl.where(new_masked + prefix_masked > 0, limit, _KEYS)
+        weights, keep, row_max, row_sum = _weigh(s, row_max, row_sum, limit, scale, True)
+        pairs = _packed(weights)
+        t += 1
+        masked = gl.maximum(new_masked + prefix_masked, 1)
+        for j in range(1, masked):
+            limit = _limit(
+                j, token, start, cached_end, prefix_whole, new_start, new_end, new_whole, new_masked
+            )
+            pairs, keep, acc, row_max, row_sum = _step(
+                q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
+                pairs, keep, acc, row_max, row_sum, t, limit, scale, HALF, True,
             )  # fmt: skip
-            token = query_start + row // GROUP
-            row_max = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, _PRODUCT))
-            row_sum = gl.zeros([64], gl.float32, gl.SliceLayout(1, _PRODUCT))
-            acc = gl.zeros([64, 128], gl.float32, _PRODUCT)
-
-            mbarrier.wait(q_full, nth & 1)
-            _wait_full(k_full, t)
-            mbarrier.wait(turn.index(HALF), (t & 1) ^ (1 - HALF))
-            s = _scores(q_tile, k_smem, t)
-            mbarrier.arrive(turn.index(1 - HALF), count=1)
-            s = warpgroup_mma_wait(0, deps=(s,))
-            mbarrier.arrive(k_empty.index(t % _STAGES), count=1)
-            limit = _limit(0, token, start, cached_end, prefix_whole, new_start, new_end, new_whole, new_masked)
-            # Where nothing is masked, the first tile is whole.
-            limit = gl.where(new_masked + prefix_masked > 0, limit, _KEYS)
-            weights, keep, row_max, row_sum = _weigh(s, row_max, row_sum, limit, scale, True)
-            pairs = _packed(weights)
             t += 1
-            masked = gl.maximum(new_masked + prefix_masked, 1)
-            for j in range(1, masked):
-                limit = _limit(
-                    j, token, start, cached_end, prefix_whole, new_start, new_end, new_whole, new_masked
-                )
-                pairs, keep, acc, row_max, row_sum = _step(
-                    q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
-                    pairs, keep, acc, row_max, row_sum, t, limit, scale, HALF, True,
-                )  # fmt: skip
-                t += 1
-            for _ in range(masked, new_masked + prefix_masked + prefix_whole + new_whole):
-                pairs, keep, acc, row_max, row_sum = _step(
-                    q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
-                    pairs, keep, acc, row_max, row_sum, t, limit, scale, HALF, False,
-                )  # fmt: skip
-                t += 1
-            mbarrier.arrive(q_empty, count=1)
-            _wait_full(v_full, t - 1)
-            acc = acc * keep[:, None]
-            last = _unpacked(pairs)
-            acc = warpgroup_mma(last, v_smem.index((t - 1) % _STAGES), acc, is_async=True)
-            acc, last = warpgroup_mma_wait(0, deps=(acc, last))
-            mbarrier.arrive(v_empty.index((t - 1) % _STAGES), count=1)
+        for _ in range(masked, new_masked + prefix_masked + prefix_whole + new_whole):
+            pairs, keep, acc, row_max, row_sum = _step(
+                q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
+                pairs, keep, acc, row_max, row_sum, t, limit, scale, HALF, False,
+            )  # fmt: skip
+            t += 1
+        mbarrier.arrive(q_empty, count=1)
+        _wait_full(v_full, t - 1)
+        acc = acc * keep[:, None]
+        last = _unpacked(pairs)
+        acc = warpgroup_mma(last, v_smem.index((t - 1) % _STAGES), acc, is_async=True)
+        acc, last = warpgroup_mma_wait(0, deps=(acc, last))
+        mbarrier.arrive(v_empty.index((t - 1) % _STAGES), count=1)
 
-            kv_head = work % NUM_KV_HEADS
-            head = kv_head * GROUP + row % GROUP
-            in_tile = token < extend_len
-            # A row that has seen nothing becomes zero.
-            weight = gl.where(row_sum == 0.0, 1.0, row_sum)
-            acc = acc * (1.0 / weight)[:, None]
-            row_lse = gl.where(row_sum == 0.0, float("-inf"), row_max + gl.log2(weight))
-            first_partial = gl.load(item_partials + item)
-            if first_partial < 0:
-                m = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, _COPY))
-                out_token = query_start + m // GROUP
-                at = (first_row + out_token).to(gl.int64) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + m % GROUP
-                d = gl.arange(0, 128, gl.SliceLayout(0, _COPY))
-                result = gl.convert_layout(acc.to(gl.bfloat16), _COPY)
-                gl.store(out + at[:, None] * 128 + d[None, :], result, mask=(out_token < extend_len)[:, None])
-                if HAS_LSE:
-                    lse_at = (first_row + token).to(gl.int64) * (NUM_KV_HEADS * GROUP) + head
-                    gl.store(lse + lse_at, row_lse / LOG2_E, mask=in_tile)
-            else:
-                partial = (first_partial + row // GROUP).to(gl.int64) * (NUM_KV_HEADS * GROUP) + head
-                gl.store(partial_lse + partial, row_lse, mask=in_tile)
-                column = gl.arange(0, 128, gl.SliceLayout(0, _PRODUCT))
-                gl.store(partial_out + partial[:, None] * 128 + column[None, :], acc, mask=in_tile[:, None])
+        kv_head = work % NUM_KV_HEADS
+        head = kv_head * GROUP + row % GROUP
+        in_tile = token < extend_len
+        # A row that has seen nothing becomes zero.
+        weight = gl.where(row_sum == 0.0, 1.0, row_sum)
+        acc = acc * (1.0 / weight)[:, None]
+        row_lse = gl.where(row_sum == 0.0, float("-inf"), row_max + gl.log2(weight))
+        first_partial = gl.load(item_partials + item)
+        if first_partial < 0:
+            m = HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, _COPY))
+            out_token = query_start + m // GROUP
+            at = (first_row + out_token).to(gl.int64) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + m % GROUP
+            d = gl.arange(0, 128, gl.SliceLayout(0, _COPY))
+            result = gl.convert_layout(acc.to(gl.bfloat16), _COPY)
+            gl.store(out + at[:, None] * 128 + d[None, :], result, mask=(out_token < extend_len)[:, None])
+            if HAS_LSE:
+                lse_at = (first_row + token).to(gl.int64) * (NUM_KV_HEADS * GROUP) + head
+                gl.store(lse + lse_at, row_lse / LOG2_E, mask=in_tile)
+        else:
+            partial = (first_partial + row // GROUP).to(gl.int64) * (NUM_KV_HEADS * GROUP) + head
+            gl.store(partial_lse + partial, row_lse, mask=in_tile)
+            column = gl.arange(0, 128, gl.SliceLayout(0, _PRODUCT))
+            gl.store(partial_out + partial[:, None] * 128 + column[None, :], acc, mask=in_tile[:, None])
+        nth += 1
+        work = _nth_work(nth, program, num_programs)
