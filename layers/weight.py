@@ -16,10 +16,11 @@ from layers.quantization import Scales, held_places, plain_places, rounded_place
 from triton_ops.implementation import cdiv, gpu_of, has_gluon, runs_triton
 from triton_ops.kv.e4m3 import E4M3
 from triton_ops.linear.e4m3_linear import BLOCK, e4m3_linear
+from triton_ops.linear.few_rows_linear import few_rows_linear
 from triton_ops.linear.gated_linear import gated_linear
 from triton_ops.linear.int4_linear import GROUP, int4_linear
 from triton_ops.linear.split_k_linear import split_k_linear
-from triton_ops.tuning import gated_linear_config, split_k_config
+from triton_ops.tuning import FewRowsConfig, few_rows_config, gated_linear_config, split_k_config
 
 
 class Weight(nn.Module):
@@ -76,6 +77,8 @@ class Weight(nn.Module):
             config = split_k_config(gpu_of(x.device), len(x), *self.shape, self.values.dtype)
             if config is not None:
                 return split_k_linear(x, self.values, config, impl=self.impl)
+        if bias is None and (few := self._few_rows(x, gated=False)) is not None:
+            return few_rows_linear(x, self.values, few, impl=self.impl)
         return nn.functional.linear(x, self.values, bias)
 
     def silu_gated(self, x: Tensor) -> Tensor | None:
@@ -84,9 +87,17 @@ class Weight(nn.Module):
         """
         if self.scale is not None or not runs_triton(self.impl, x.device):
             return None
+        if (few := self._few_rows(x, gated=True)) is not None:
+            return few_rows_linear(x, self.values, few, gated=True, impl=self.impl)
         (num_outputs, depth), dtype = self.shape, self.values.dtype
         config = gated_linear_config(gpu_of(x.device), len(x), num_outputs // 2, depth, dtype, gluon=has_gluon())
         return None if config is None else gated_linear(x, self.values, config, impl=self.impl)
+
+    def _few_rows(self, x: Tensor, *, gated: bool) -> FewRowsConfig | None:
+        if x.dim() != 2 or not runs_triton(self.impl, x.device):
+            return None
+        num_columns, depth = self.shape[0] // (2 if gated else 1), self.shape[1]
+        return few_rows_config(gpu_of(x.device), len(x), num_columns, depth, self.values.dtype, gated=gated)
 
     def hold_plain(self) -> None:
         """Hold the model's dtype in place of fewer bits. It is not filled any more."""

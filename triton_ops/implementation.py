@@ -45,6 +45,7 @@ __all__ = [
     "gpu_of",
     "has_gluon",
     "next_power_of_2",
+    "overlapped",
     "runs_triton",
     "tl",
     "triton",
@@ -56,6 +57,7 @@ INTERPRETED: tl.constexpr = _INTERPRETED if tl is None else tl.constexpr(_INTERP
 
 Impl = Literal["auto", "torch", "triton"]
 
+FEW_ROWS = 64  # a launch of so many takes hardly longer than to begin and to end
 _GLUON_VERSIONS = ("3.6.", "3.7.")  # whose Gluon is the one that kernels are written in: it is experimental
 
 
@@ -122,6 +124,15 @@ def runs_triton(impl: Impl, device: torch.device) -> bool:
 def has_gluon() -> bool:
     """Whether kernels in Gluon, Triton's language of a lower level, can be launched; they are not interpreted."""
     return triton.__version__.startswith(_GLUON_VERSIONS) and not _INTERPRETED
+
+
+def overlapped(device: torch.device, num_rows: int) -> dict[str, bool]:
+    """Keywords of a kernel's launch over `num_rows`. If they are few, it begins before the launch before it has
+    ended, where the GPU can: with `EARLY` it calls `gdc_wait` before it writes, or reads what others have written.
+    With many rows programs that wait take the place of others.
+    """
+    early = num_rows <= FEW_ROWS and gpu_of(device).overlaps_launches
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
 def gpu_of(device: torch.device) -> GPU:

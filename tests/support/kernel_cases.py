@@ -36,6 +36,7 @@ from triton_ops.kv.kv_copy import kv_copy
 from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, qk_norm_rope_store
 from triton_ops.kv.view import KVView
 from triton_ops.linear.e4m3_linear import e4m3_linear, quantise_rows
+from triton_ops.linear.few_rows_linear import few_rows_linear
 from triton_ops.linear.gated_linear import gated_linear
 from triton_ops.linear.int4_linear import dequantized_int4, int4_linear
 from triton_ops.linear.ordered_linear import ordered_linear
@@ -61,6 +62,7 @@ from triton_ops.tuning import (
     TRITON_GATED,
     WIDE_GATED,
     TileConfig,
+    few_rows_config,
     split_k_config,
 )
 
@@ -96,6 +98,7 @@ def kernel_cases() -> Iterator[KernelCase]:
     yield from _training_cases()
     yield from _elementwise_cases()
     yield from _linear_cases()
+    yield from _few_rows_cases()
     yield from _gated_cases()
     yield from _ordered_cases()
     yield from _int4_cases()
@@ -493,6 +496,25 @@ def _linear_cases() -> Iterator[KernelCase]:
             yield KernelCase(add_rms_norm, f"{name}, {len(parts)} parts", call, few)
 
 
+# --- projections of few rows ---
+
+
+def _few_rows_cases() -> Iterator[KernelCase]:
+    """Every configuration, at the shape of Qwen3 0.6B."""
+    for num_rows, dtype, gated in product((8, 32, 64), (torch.bfloat16, torch.float16), (False, True)):
+        num_columns = 3072 if gated else 4096
+        config = few_rows_config(GPU(90, 132), num_rows, num_columns, 1024, dtype, gated=gated)
+        assert config is not None
+        x, weight = (
+            torch.empty(num_rows, 1024, dtype=dtype),
+            torch.empty((1 + gated) * num_columns, 1024, dtype=dtype),
+        )
+        call = partial(few_rows_linear, x, weight, config, gated=gated, impl="triton")
+        name = f"{num_rows} x {num_columns} x 1024, {SHORT_NAMES[dtype]}{', gated' * gated}"
+        few = dtype == torch.bfloat16 and num_rows == 8
+        yield KernelCase(few_rows_linear, name, call, few, wgmma=True, min_capability=90)
+
+
 # --- gated projections ---
 
 
@@ -501,9 +523,7 @@ def _gated_cases() -> Iterator[KernelCase]:
     tiles = {"small": TileConfig("triton", 64, 2), "Triton": TRITON_GATED}
     if has_gluon():
         tiles |= {"wide": WIDE_GATED, "narrow": NARROW_GATED}
-    for (num_columns, depth), dtype in product(
-        ((14_336, 4096), (1000, 1032)), (torch.bfloat16, torch.float16)
-    ):
+    for (num_columns, depth), dtype in product(((14_336, 4096), (1000, 1032)), (torch.bfloat16, torch.float16)):
         x, weight = torch.empty(1000, depth, dtype=dtype), torch.empty(2 * num_columns, depth, dtype=dtype)
         for tile, config in tiles.items():
             name = f"1000 x {num_columns} x {depth}, {SHORT_NAMES[dtype]}, {tile}"

@@ -32,8 +32,8 @@ def clamped_swiglu(x: Tensor, *, deterministic: bool = False, impl: Impl = "auto
 
 
 @triton.jit
-def _clamped_swiglu_kernel(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    row, col = row_and_columns(SIZE, BLOCK)
+def _clamped_swiglu_kernel(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    row, col = row_and_columns(SIZE, BLOCK, EARLY)
     mask = col < SIZE
     gate = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0)
     up = tl.load(x_ptr + row * x_stride + SIZE + col, mask=mask, other=0.0)

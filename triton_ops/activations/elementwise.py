@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from triton_ops.implementation import cdiv, next_power_of_2, tl, triton
+from triton_ops.implementation import (
+    cdiv,
+    gdc_launch_dependents,
+    gdc_wait,
+    next_power_of_2,
+    overlapped,
+    tl,
+    triton,
+)
 from triton_ops.tuning import ELEMENTWISE
 
 
@@ -55,21 +63,32 @@ def launch_each(kernel: Any, x: Tensor, **constexprs: Any) -> Tensor:
 
 
 def _launch_blocks(kernel: Any, x: Tensor, size: int, **constexprs: Any) -> Tensor:
-    """Run `kernel(x_ptr, out_ptr, x_stride, SIZE, BLOCK, **constexprs)` for each block of the result's rows."""
+    """Run `kernel(x_ptr, out_ptr, x_stride, SIZE, BLOCK, EARLY, **constexprs)` for each block of the result."""
     rows = as_rows(x)
     out = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
     block = min(ELEMENTWISE.size, max(16, next_power_of_2(size)))
     if out.numel():
+        early = overlapped(x.device, len(rows))
         grid = (rows.shape[0] * cdiv(size, block),)
         kernel[grid](
-            rows, out, rows.stride(0), SIZE=size, BLOCK=block, num_warps=ELEMENTWISE.num_warps, **constexprs
+            rows,
+            out,
+            rows.stride(0),
+            SIZE=size,
+            BLOCK=block,
+            num_warps=ELEMENTWISE.num_warps,
+            **early,
+            **constexprs,
         )
     return out
 
 
 @triton.jit
-def row_and_columns(SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The row and the columns of a program of `_launch_blocks`."""
+def row_and_columns(SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """The row and the columns of a program of `_launch_blocks`, once they can be read."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     num_blocks: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     return (program // num_blocks).to(tl.int64), program % num_blocks * BLOCK + tl.arange(0, BLOCK)

@@ -36,8 +36,10 @@ def _gelu_alike(gate: Tensor, approximate: str) -> Tensor:
 
 
 @triton.jit
-def _gelu_and_mul_kernel(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, TANH: tl.constexpr):
-    row, col = row_and_columns(SIZE, BLOCK)
+def _gelu_and_mul_kernel(
+    x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr, TANH: tl.constexpr
+):
+    row, col = row_and_columns(SIZE, BLOCK, EARLY)
     mask = col < SIZE
     gate = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0)
     up = tl.load(x_ptr + row * x_stride + SIZE + col, mask=mask, other=0.0)

@@ -23,8 +23,8 @@ def gelu_new(x: Tensor, *, impl: Impl = "auto") -> Tensor:
 
 
 @triton.jit
-def _gelu_new_kernel(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    row, col = row_and_columns(SIZE, BLOCK)
+def _gelu_new_kernel(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    row, col = row_and_columns(SIZE, BLOCK, EARLY)
     mask = col < SIZE
     x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0)
     wide = x.to(tl.float32)

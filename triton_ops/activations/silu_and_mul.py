@@ -28,8 +28,8 @@ def _silu_alike(gate: Tensor) -> Tensor:
 
 
 @triton.jit
-def _silu_and_mul_kernel(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    row, col = row_and_columns(SIZE, BLOCK)
+def _silu_and_mul_kernel(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    row, col = row_and_columns(SIZE, BLOCK, EARLY)
     mask = col < SIZE
     gate = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0)
     up = tl.load(x_ptr + row * x_stride + SIZE + col, mask=mask, other=0.0)

@@ -18,7 +18,17 @@ from triton_ops.attention.plan import AttentionPlan
 from triton_ops.attention.shared import shared_attention
 from triton_ops.attention.soft_cap import soft_cap
 from triton_ops.attention.softmax import attend_pairs, attend_tile, load_heads, write_rows
-from triton_ops.implementation import Impl, gdc_wait, gpu_of, next_power_of_2, runs_triton, tl, triton
+from triton_ops.implementation import (
+    Impl,
+    gdc_launch_dependents,
+    gdc_wait,
+    gpu_of,
+    next_power_of_2,
+    overlapped,
+    runs_triton,
+    tl,
+    triton,
+)
 from triton_ops.kv.e4m3 import E4M3
 from triton_ops.kv.view import KVView
 from triton_ops.tuning import DECODE_ROWS, MERGE_PRECISION, decode_config
@@ -235,10 +245,8 @@ def _launch(
         return out
     gpu, e4m3, has_tails = gpu_of(q.device), kv.k.dtype == E4M3, plan.tail_partial_starts.shape[0] > 0
     partials = Partials.of(plan, q)
-    early: dict[str, bool] = {}
-    if plan.shared_req_pool_indices.shape[0]:
-        if gpu.overlaps_launches:
-            early = {"launch_pdl": True}
+    after_shared = plan.shared_req_pool_indices.shape[0] > 0
+    if after_shared:
         shared_attention(q, kv, plan, scoring, partials)
     config = decode_config(
         gpu,
@@ -270,8 +278,8 @@ def _launch(
         PAIRS=pairs,
         HAS_TAILS=has_tails,
         TAKING=MERGE_PRECISION[q.dtype],
-        EARLY=bool(early),
-        **early,
+        AFTER_SHARED=after_shared,
+        **overlapped(q.device, 0 if after_shared else q.shape[0]),
     )
     if plan.row_partial_starts.shape[0]:
         merge_partials(partials, plan, scoring.sinks, out, lse)
@@ -288,9 +296,13 @@ def _decode_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_LSE: tl.constexpr,
-    PAIRS: tl.constexpr, HAS_TAILS: tl.constexpr, TAKING: tl.constexpr, EARLY: tl.constexpr,
+    PAIRS: tl.constexpr, HAS_TAILS: tl.constexpr, TAKING: tl.constexpr, AFTER_SHARED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program is one item and KV head; a tile's rows are the item's query rows times the heads of the group."""
+    if EARLY and not AFTER_SHARED:
+        gdc_launch_dependents()
+        gdc_wait()
     item, kv_head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
     query_len = tl.load(item_query_lens + item)
     query_start = tl.load(item_query_starts + item)
@@ -362,7 +374,7 @@ def _decode_kernel(
             acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_M, BLOCK_D])
         if v_scale is not None:
             acc *= tl.load(v_scale + kv_head)
-        if EARLY:
+        if EARLY and AFTER_SHARED:
             gdc_wait()  # for the results of shared items: until here both kernels run side by side
         if HAS_TAILS and first_partial < 0:
             begin = tl.load(tail_partial_starts + query_start)
@@ -376,5 +388,5 @@ def _decode_kernel(
             sinks, out, lse, partial_out, partial_lse,
             NUM_KV_HEADS * GROUP, HEAD_DIM, BLOCK_D, HAS_SINKS, HAS_LSE,
         )  # fmt: skip
-    if EARLY:
+    if EARLY and AFTER_SHARED:
         gdc_wait()  # without rows, too: later kernels rely on both

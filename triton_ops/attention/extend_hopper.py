@@ -310,9 +310,7 @@ def _load(
             offset = slot.to(gl.int64) * SLOT_STRIDE
             live = first + n < cached_end
             slot = gl.load(slots + start + n, mask=start + n < cached_end, other=0)
-            t = _copy_tile(
-                k_head, v_head, offset, live, k_smem, v_smem, k_full, k_empty, v_full, v_empty, t, True
-            )
+            t = _copy_tile(k_head, v_head, offset, live, k_smem, v_smem, k_full, k_empty, v_full, v_empty, t, True)
         for j in range(prefix_whole):
             offset = slot.to(gl.int64) * SLOT_STRIDE
             following = start + (j + 1) * _KEYS + n
@@ -455,9 +453,7 @@ def _multiply(
         t += 1
         masked = gl.maximum(new_masked + prefix_masked, 1)
         for j in range(1, masked):
-            limit = _limit(
-                j, token, start, cached_end, prefix_whole, new_start, new_end, new_whole, new_masked
-            )
+            limit = _limit(j, token, start, cached_end, prefix_whole, new_start, new_end, new_whole, new_masked)
             pairs, keep, acc, row_max, row_sum = _step(
                 q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn,
                 pairs, keep, acc, row_max, row_sum, t, limit, scale, HALF, True,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from triton_ops.attention.plan import SharingPlan
 from triton_ops.attention.softmax import LOG2_E, finish_rows
-from triton_ops.implementation import next_power_of_2, tl, triton
+from triton_ops.implementation import gdc_launch_dependents, gdc_wait, next_power_of_2, overlapped, tl, triton
 from triton_ops.tuning import MERGE_PARTIALS, MERGE_WARPS
 
 
@@ -103,6 +103,7 @@ def merge_partials(
         HAS_SINKS=sinks is not None,
         HAS_LSE=lse is not None,
         num_warps=MERGE_WARPS,
+        **overlapped(out.device, num_rows),
     )
 
 
@@ -110,8 +111,11 @@ def merge_partials(
 def _merge_kernel(
     partial_out, partial_lse, row_partial_starts, row_partials, sinks, out, lse,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     row, head = tl.program_id(0), tl.program_id(1)
     start, end = tl.load(row_partial_starts + row), tl.load(row_partial_starts + row + 1)
     if start == end:

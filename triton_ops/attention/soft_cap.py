@@ -16,8 +16,16 @@ def soft_cap(x: Tensor, cap: float, *, impl: Impl = "auto") -> Tensor:
 
 
 @triton.jit
-def _soft_cap_kernel(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr):
-    row, col = row_and_columns(SIZE, BLOCK)
+def _soft_cap_kernel(
+    x_ptr,
+    out_ptr,
+    x_stride,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+    CAP: tl.constexpr,
+):
+    row, col = row_and_columns(SIZE, BLOCK, EARLY)
     mask = col < SIZE
     x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0)
     # Each step is rounded, as in the reference and in transformers.

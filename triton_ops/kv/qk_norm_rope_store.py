@@ -8,7 +8,17 @@ import torch
 from torch import Tensor
 
 from triton_ops.activations.elementwise import check_vector
-from triton_ops.implementation import Impl, cdiv, next_power_of_2, runs_triton, tl, triton
+from triton_ops.implementation import (
+    Impl,
+    cdiv,
+    gdc_launch_dependents,
+    gdc_wait,
+    next_power_of_2,
+    overlapped,
+    runs_triton,
+    tl,
+    triton,
+)
 from triton_ops.kv.e4m3 import E4M3, check_scales, in_float16, quantise, to_e4m3, to_float16
 from triton_ops.kv.kv_store import kv_store
 from triton_ops.kv.rope import apply_rotary
@@ -203,6 +213,7 @@ def _launch(
         ROWS=rows,
         TO_FLOAT16=dtype != q.dtype,
         num_warps=QK_NORM_ROPE.num_warps,
+        **overlapped(q.device, num_tokens),
     )
     return read
 
@@ -247,8 +258,12 @@ def _qk_norm_rope_store_kernel(
     WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
     TO_FLOAT16: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A program computes ROWS heads of q, of k or of v, in the order of tokens."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     program = tl.program_id(0)
     if program < q_programs:
         row = program * ROWS + tl.arange(0, ROWS)

@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from triton_ops.activations.elementwise import as_rows
-from triton_ops.implementation import Impl, cdiv, runs_triton, tl, triton
+from triton_ops.implementation import (
+    Impl,
+    cdiv,
+    gdc_launch_dependents,
+    gdc_wait,
+    overlapped,
+    runs_triton,
+    tl,
+    triton,
+)
+from triton_ops.linear.prefetch import MAX_PREFETCHED, prefetch
 from triton_ops.tuning import SPLIT_K_COLUMNS, SPLIT_K_WARPS, SplitKConfig
 
 
@@ -49,6 +59,8 @@ def split_k_linear(x: Tensor, weight: Tensor, config: SplitKConfig, *, impl: Imp
             DEPTH=config.depth,
             STAGES=config.stages,
             num_warps=SPLIT_K_WARPS,
+            PREFETCHES=weight.nbytes <= MAX_PREFETCHED,
+            **overlapped(x.device, num_rows),
         )
     return out
 
@@ -83,6 +95,8 @@ def _split_k_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
+    PREFETCHES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A program computes a tile of one part. The weight's tile, which always has 64 rows, is the first operand."""
     column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[:, None].to(tl.int64)
@@ -93,6 +107,11 @@ def _split_k_kernel(
     inner = first + tl.arange(0, DEPTH)[None, :]
     weights = weight_ptr + column * depth + inner
     xs = x_ptr + row * x_stride + inner
+    if EARLY:
+        gdc_launch_dependents()
+        if PREFETCHES:
+            prefetch(weight_ptr + column * depth + first, tl.minimum(part_depth, depth - first), DEPTH)
+        gdc_wait()
     total = tl.zeros((COLUMNS, ROWS), tl.float32)
     for start in tl.range(0, tl.minimum(part_depth, depth - first), DEPTH, num_stages=STAGES):
         weight = tl.load(weights + start)

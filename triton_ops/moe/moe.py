@@ -354,9 +354,7 @@ def _weighted_sum_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    if EARLY:
-        gdc_wait()
-    token, column = row_and_columns(SIZE, BLOCK)
+    token, column = row_and_columns(SIZE, BLOCK, EARLY)
     total = tl.zeros((BLOCK,), tl.float32)
     for choice in tl.static_range(TOP_K):
         place = token * TOP_K + choice

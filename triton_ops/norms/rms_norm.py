@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from triton_ops.activations.elementwise import as_rows, check_parts, check_residual, check_vector
-from triton_ops.implementation import Impl, cdiv, runs_triton, tl, triton
+from triton_ops.implementation import (
+    Impl,
+    cdiv,
+    gdc_launch_dependents,
+    gdc_wait,
+    overlapped,
+    runs_triton,
+    tl,
+    triton,
+)
 from triton_ops.tuning import EARLY_BLOCK, row_blocks
 
 
@@ -115,6 +124,7 @@ def _launch(
             BLOCK=block,
             ROWS=block_rows,
             num_warps=num_warps,
+            **overlapped(x.device, num_rows),
         )
     total = x if total is None else total
     return total if normed is None else normed, total
@@ -137,7 +147,10 @@ def _rms_norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        gdc_launch_dependents()
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     col = tl.arange(0, BLOCK)[None, :]
     mask = (row < num_rows) & (col < SIZE)
@@ -146,6 +159,8 @@ def _rms_norm_kernel(
     early: tl.constexpr = BLOCK <= EARLY_BLOCK
     if early and weight_ptr is not None:
         weight = tl.load(weight_ptr + same, mask=mask, other=0.0)
+    if EARLY:
+        gdc_wait()
     x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0)
     if PARTS > 0:
         for part in tl.static_range(1, PARTS):
