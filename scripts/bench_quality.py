@@ -16,10 +16,10 @@ from itertools import takewhile
 from statistics import fmean
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from radixrt import Runtime, SamplingParams
+from radixrt.bench.report import wide_console
 from radixrt.output import RequestOutput, TokenLogprob
 from radixrt.text.chat import Chat
 from scripts.demo_llm import ASK, QUESTIONS
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = measured(arguments.model, options, list(map(json.loads, lines)), arguments.max_new_tokens)
         first = found if first is None else first
         table.add_row(setting, f"{found.perplexity:.3f}", *found.compared(first))
-    Console().print(table)
+    wide_console(110).print(table)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,11 @@ import torch
 
 from radixrt import FinishReason, Runtime
 from radixrt import SamplingParams as Params
+from radixrt.errors import PassError
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.forms.matcher import Form
 from radixrt.output import RequestOutput
+from radixrt.schedule import booking
 from radixrt.schedule.request import Request
 from tests.support.checkpoints import VOCAB_SIZE, llama, write
 from tests.support.forms import RuleForm
@@ -164,9 +166,21 @@ def test_bans_and_a_form_that_leave_nothing_are_an_error(folder: Path) -> None:
     assert good.finish_reason is FinishReason.LENGTH
 
 
-def test_a_form_that_fails_costs_the_others_of_its_pass_alone(folder: Path) -> None:
-    """A mask that cannot be filled ends the answers of that pass; others go on."""
+def test_a_mask_that_cannot_be_filled_costs_its_pass_alone(folder: Path) -> None:
+    class Failing(RuleForm):
+        def fill(self, matchers: Sequence[Any], masks: np.ndarray) -> None:
+            if any(len(matcher.tokens) == 2 for matcher in matchers):
+                raise RuntimeError("no mask for this")
+            super().fill(matchers, masks)
 
+    with runtime_of(folder) as runtime:
+        with pytest.raises(PassError, match="prompt 0: its pass failed: RuntimeError: no mask for this"):
+            generate(runtime, PROMPTS[:2], GREEDY, {0: Failing(VOCAB_SIZE, lambda tokens: {9, 10})})
+        (after,) = generate(runtime, PROMPTS[2:3], GREEDY, {0: STEPS})
+    assert_formed(after.token_ids)
+
+
+def test_a_form_that_cannot_say_what_it_forces_costs_nobody_else(folder: Path) -> None:
     def failing(tokens: Sequence[int]) -> set[int]:
         if len(tokens) == 2:
             raise RuntimeError("no rule for this")
@@ -174,11 +188,9 @@ def test_a_form_that_fails_costs_the_others_of_its_pass_alone(folder: Path) -> N
 
     with runtime_of(folder) as runtime:
         bad, beside = generate(runtime, PROMPTS[:2], GREEDY, {0: RuleForm(VOCAB_SIZE, failing)})
-        (after,) = generate(runtime, PROMPTS[2:3], GREEDY, {0: STEPS})
     assert bad.finish_reason is FinishReason.ERROR
-    assert "no rule for this" in str(bad.error)
-    assert beside.finish_reason is not None
-    assert_formed(after.token_ids)
+    assert "its answer cannot go on: no rule for this" in str(bad.error)
+    assert beside.finish_reason is FinishReason.LENGTH
 
 
 @pytest.mark.gpu
@@ -202,6 +214,94 @@ def test_passes_without_forms_are_drawn_at_once(folder: Path, monkeypatch: pytes
 
 
 # --- grammars ---------------------------------------------------------------------------------------------
+
+# --- forced tokens ---
+
+
+def template(tokens: Sequence[int]) -> set[int]:
+    """Three times: six tokens that are forced, and a choice of four, which decides about the next six."""
+    field_number, place = divmod(len(tokens), 7)
+    if field_number == 3:
+        return set()
+    before = tokens[-1 - place] if tokens and place < len(tokens) else 20
+    return {before % 40 + 10 + place} if place < 6 else {60, 61, 70, 71}
+
+
+TEMPLATE = RuleForm(VOCAB_SIZE, template)
+
+
+def one_by_one(patch: pytest.MonkeyPatch) -> None:
+    """Draw forced tokens, too."""
+    patch.setattr(booking, "MIN_FORCED", 10**9)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"overlap": False},
+        {"chunked_prefill_size": 3},
+        {"max_running_requests": 2},
+        {"max_total_tokens": 48},
+        {"enable_prefix_cache": False},
+    ],
+    ids=str,
+)
+def test_forced_tokens_are_extended_over_and_change_no_answer(
+    folder: Path, device: torch.device, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = replace(RANDOM, max_new_tokens=30)
+    lists = [replace(params, n=1 + place % 2) for place in range(len(PROMPTS))]
+    forms = dict.fromkeys((0, 1, 3, 4), TEMPLATE)
+    found = []
+    for _ in range(2):
+        with runtime_of(folder, dtype="float32", **options) as runtime:
+            outputs = generate(runtime, PROMPTS, lists, forms)
+        found.append([[one.token_ids for one in output.outputs] for output in outputs])
+        for place in forms:
+            for one in outputs[place].outputs:
+                assert len(one.token_ids) == 21
+                assert one.finish_reason is FinishReason.STOP
+        one_by_one(monkeypatch)
+    assert found[0] == found[1]
+    assert len({tuple(ids) for place in forms for ids in found[0][place]}) > 1
+
+
+def test_a_run_of_forced_tokens_takes_two_passes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that draws the first of them, which is in flight already, and the one that extends over them."""
+    params, passes = replace(RANDOM, max_new_tokens=30), []
+    for _ in range(2):
+        with runtime_of(folder) as runtime:
+            generate(runtime, PROMPTS[:1], params, {0: TEMPLATE})
+            passes.append(runtime.activity().passes)
+        one_by_one(monkeypatch)
+    assert passes[1] >= 21
+    assert passes[1] - passes[0] == 3 * 5 - 1  # the very first token is drawn before the form is asked
+
+
+@pytest.mark.parametrize(("length", "stops"), [(4, ()), (10, ()), (20, (33,))])
+def test_an_answer_may_end_among_forced_tokens(
+    folder: Path, length: int, stops: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = replace(RANDOM, max_new_tokens=length, stop_token_ids=stops)
+    ends = []
+    for _ in range(2):
+        with runtime_of(folder, dtype="float32") as runtime:
+            (output,) = generate(runtime, PROMPTS[:1], params, {0: TEMPLATE})
+            (follow,) = runtime.generate([[*PROMPTS[0], *output.token_ids, 9]], GREEDY)  # reads what is cached
+        ends.append((output.token_ids, output.finish_reason, follow.token_ids))
+        one_by_one(monkeypatch)
+    assert ends[0] == ends[1]
+    assert ends[0][1] is (FinishReason.STOP if stops else FinishReason.LENGTH)
+
+
+def test_tokens_whose_log_probabilities_are_wanted_are_drawn(folder: Path) -> None:
+    params = replace(RANDOM, max_new_tokens=30, logprobs=1)
+    with runtime_of(folder, dtype="float32") as runtime:
+        (output,) = generate(runtime, PROMPTS[:1], params, {0: TEMPLATE})
+    assert output.logprobs is not None
+    assert [one.token_id for one in output.logprobs] == list(output.token_ids)
+
 
 POINT = {"type": "object", "properties": {"x": {"type": "number"}, "y": {"type": "number"}}, "required": ["x"]}
 SCHEMAS: dict[str, Any] = {

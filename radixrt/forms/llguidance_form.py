@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import cache
+from itertools import takewhile
 from typing import Any
 
 from radixrt.arrays import Int32Array
@@ -35,6 +36,14 @@ class LlguidanceMatcher:
             self._has_ended = True
         elif not self.inner.consume_token(token_id):
             raise ValueError(f"token {token_id} is not taken by the form: {self.inner.get_error()}")
+
+    def forced(self) -> list[int]:
+        """See `Matcher`."""
+        if self._has_ended or self.inner.is_stopped():
+            return []
+        found: list[int] = self.inner.compute_ff_tokens()
+        ends = self.ends.wanted | self.ends.known
+        return [*takewhile(lambda token_id: token_id not in ends, found)]
 
 
 class LlguidanceForm:

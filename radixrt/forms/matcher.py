@@ -27,6 +27,9 @@ class Matcher(Protocol):
     def push(self, token_id: int) -> None:
         """Take the answer's next token. Raises ValueError where the form does not allow it."""
 
+    def forced(self) -> list[int]:
+        """Tokens that must come next, one after the other, as far as is known: masks would allow nothing else."""
+
 
 class Form(Protocol):
     """A form, compiled once for all answers that are to have it."""

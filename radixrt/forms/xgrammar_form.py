@@ -42,6 +42,10 @@ class XgrammarMatcher:
         elif not self.inner.accept_token(token_id):
             raise ValueError(f"token {token_id} is not taken by the form")
 
+    def forced(self) -> list[int]:
+        """See `Matcher`. It knows text that must come, but any tokens may spell it."""
+        return []
+
 
 class XgrammarForm:
     """A form that xgrammar has compiled, for answers with the same end tokens."""

@@ -130,6 +130,15 @@ class Admission:
             promised += demand - chunk.end
         return chunks
 
+    def extend_again(self, answer: Answer, count: int) -> None:
+        """Let an answer extend, before it decodes again, over what it knows and `count` tokens that it is about to
+        get.
+        """
+        if answer.lease is not None:
+            answer.extended_len = answer.computed_len
+            self.table.extend_lens[answer.lease.row] = answer.known_len + count
+            self.changes += 1
+
     def running_rows(self) -> Int32Array:
         """`[n]`, of `running`; the same array until that changes."""
         if self._rows_at != self.changes:

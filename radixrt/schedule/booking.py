@@ -17,6 +17,8 @@ from radixrt.schedule.admission import Admission
 from radixrt.schedule.answer import Answer
 from radixrt.schedule.passes import Logprobs, Pass, PassResult
 
+MIN_FORCED = 2  # tokens: the pass that follows, mostly in flight already, draws the first of them anyway
+
 _log = logging.getLogger(__name__)
 
 
@@ -61,7 +63,7 @@ class Bookkeeper:
             token_ids = result.token_ids[first : first + count].tolist()
             logprobs = _token_logprobs(result.logprobs, first_logprobs[i], token_ids, params.logprobs)
             if has_decoded:
-                if self._ends_with(answer, token_ids[0], logprobs):
+                if self._ends_with(answer, token_ids[0], logprobs) or self._takes_forced(answer):
                     ended.append(answer)
             elif not answer.finished:
                 ended += self._book(booking, result, i, token_ids, logprobs)
@@ -115,6 +117,8 @@ class Bookkeeper:
             answer.log.prompt_logprobs += scored
             answer.pending_match = None  # more of it may come from the cache now
         ended: list[Answer] = []
+        if end < answer.known_len:  # its form has forced that token before the draw
+            token_ids = []
         # The tokens are the first of each of a prompt's answers, or the next of one.
         takers = self._forked(answer) if answer.num_answers > 1 and token_ids else itertools.repeat(answer)
         for k, (taker, token_id) in enumerate(zip(takers, token_ids, strict=False)):
@@ -123,7 +127,7 @@ class Bookkeeper:
             taker.append(token_id)
             if taker.log.first_token_at is None:
                 taker.log.first_token_at = time.perf_counter()
-            if self._ends_with(taker, token_id, logprobs[k : k + 1]):
+            if self._ends_with(taker, token_id, logprobs[k : k + 1]) or self._takes_forced(taker):
                 ended.append(taker)
         if lease is not None and not request.max_new_tokens and end == request.prompt_len:
             self.finish(answer, FinishReason.LENGTH)
@@ -154,13 +158,37 @@ class Bookkeeper:
                 if text is not None and text.push(token_id):
                     reason, log.matched = FinishReason.STOP, text.matched
         except Exception as error:  # of its text: one answer's must not cost the others theirs
-            _log.exception("the text or the form of request %d cannot go on", request.index)
-            what = "no text can be made of its answer" if request.form is None else "its answer cannot go on"
-            self.finish(answer, FinishReason.ERROR, f"{what}: {error}")
+            self._cannot_go_on(answer, error)
             return True
         if reason is not None:
             self.finish(answer, reason)
         return reason is not None
+
+    def _cannot_go_on(self, answer: Answer, error: Exception) -> None:
+        _log.exception("the text or the form of request %d cannot go on", answer.request.index)
+        what = "no text can be made of its answer" if answer.request.form is None else "its answer cannot go on"
+        self.finish(answer, FinishReason.ERROR, f"{what}: {error}")
+
+    def _takes_forced(self, answer: Answer) -> bool:
+        """Give an answer what its form forces next, which a pass extends over. Whether it has ended with that."""
+        request, matcher = answer.request, answer.matcher
+        if matcher is None or request.params.logprobs is not None:  # log-probabilities come from draws
+            return False
+        if request.bad_words or request.params.allowed_token_ids is not None:
+            return False  # which may leave nothing to draw
+        try:
+            forced = matcher.forced()
+        except Exception as error:
+            self._cannot_go_on(answer, error)
+            return True
+        if len(forced) < MIN_FORCED:
+            return False
+        self.admission.extend_again(answer, len(forced))
+        for token_id in forced:
+            answer.append(token_id)
+            if self._ends_with(answer, token_id, ()):
+                return True
+        return False
 
 
 def _token_logprobs(

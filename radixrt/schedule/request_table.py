@@ -11,8 +11,9 @@ What becomes of the positions of a running answer, and who owns their slots:
 
 `PrefixCache.extend` moves `allocated`, booking a pass moves `computed`, `PrefixCache.commit` moves `committed`.
 `PrefixCache.truncate` takes `allocated` back. `known` counts the prompt and the collected output tokens. An
-answer extends while allocated < `extend_len`, its known tokens when it was admitted; then it decodes. Each token
-collected since was sampled after a position of its own: all known tokens but the last are computed then.
+answer extends while allocated < `extend_len`, its known tokens when it was admitted, or when its form last forced
+some; then it decodes. Each token collected since was sampled after a position of its own: all known tokens but the
+last are computed then.
 """
 
 from __future__ import annotations

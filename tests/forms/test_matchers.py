@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -245,6 +246,27 @@ def test_masks_of_many_answers(subject: Subject) -> None:
     assert [np.array_equal(masks[0], masks[row]) for row in range(4)] == [True, True, False, True]
     with pytest.raises(ValueError, match="rows without gaps"):
         forms[0].fill(matchers, masks[:, ::2])
+
+
+@pytest.mark.parametrize("name", ["unicode", "date", "nested"])
+def test_what_is_forced_is_what_masks_leave(subject: Subject, name: str) -> None:
+    """Token by token: where something is forced, nothing else is allowed, and it ends no answer."""
+    form = subject.compiler.compile(AskedForm("json_schema", json.dumps(SCHEMAS[name])), subject.ends)
+    draw, total = random.Random(1), 0
+    for _ in range(4):
+        matcher, count = form.matcher(), 0
+        while not matcher.is_complete and count < 60:
+            forced = matcher.forced()
+            assert not subject.ends & {*forced}
+            for token_id in forced:
+                assert allowed(form, matcher) == [token_id]
+                matcher.push(token_id)
+            total += len(forced)
+            count += 1 + len(forced)
+            if choices := [token_id for token_id in allowed(form, matcher) if token_id not in subject.ends]:
+                matcher.push(draw.choice(choices))
+    assert total
+    assert not matcher.is_complete or matcher.forced() == []
 
 
 def test_a_matcher_that_cannot_go_on_says_so(subject: Subject) -> None:

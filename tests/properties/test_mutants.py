@@ -744,6 +744,33 @@ def give_masks_to_others(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(engine, "masks_of", lambda booking: np.roll(masks_of(booking), 1, axis=0))
 
 
+@mutant("6:", "8:", "12:", sizes=FORM_SIZES)
+def decode_after_forced_tokens_at_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Admission, "extend_again", lambda self, answer, count: None)
+
+
+@mutant("6:", "8:", sizes=FORM_SIZES)
+def take_forced_tokens_for_computed_ones(patch: pytest.MonkeyPatch) -> None:
+    """The extend begins after them, as the first bookkeeper had it where an answer ended among them."""
+    extend_again = Admission.extend_again
+    patch.setattr(Admission, "extend_again", lambda self, answer, count: extend_again(self, answer, 0))
+
+
+@mutant("8:", "12:", sizes=FORM_SIZES)
+def draw_what_is_forced_once_more(patch: pytest.MonkeyPatch) -> None:
+    """The token that a pass in flight has drawn follows those that were forced meanwhile."""
+    book = Bookkeeper._book
+
+    def credulous(self: Bookkeeper, one: booking.Booking, result: PassResult, i: int, *drawn: Any) -> list[Answer]:
+        answer, (token_ids, _) = one.answers[i], drawn
+        ended = book(self, one, result, i, *drawn)
+        if token_ids and not answer.finished and int(one.pass_.seq_lens[i]) + len(token_ids) < answer.known_len:
+            answer.append(token_ids[0])
+        return ended
+
+    patch.setattr(Bookkeeper, "_book", credulous)
+
+
 # -- two tiers ---------------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,12 @@ class RuleMatcher:
             raise ValueError(f"{token_id} must not follow {self.tokens}")
         self.tokens.append(token_id)
 
+    def forced(self) -> list[int]:
+        found: list[int] = []
+        while len(allowed := self.form.allowed([*self.tokens, *found])) == 1:
+            found += allowed
+        return found
+
 
 @dataclass(frozen=True)
 class RuleForm:

@@ -245,8 +245,10 @@ class Invariants:
             sampling = [
                 n
                 for booking in self.world.in_flight
-                for r, n in zip(booking.answers, booking.pass_.num_samples, strict=True)
-                if r is answer and n
+                for r, n, end in zip(
+                    booking.answers, booking.pass_.num_samples, booking.pass_.seq_lens, strict=True
+                )
+                if r is answer and n and end >= answer.known_len  # else its form has forced that token since
             ]
             name = "8: samples in flight are those of the passes in flight"
             if answer in scheduler.running:
