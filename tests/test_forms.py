@@ -168,8 +168,8 @@ def test_bans_and_a_form_that_leave_nothing_are_an_error(folder: Path) -> None:
 
 def test_a_mask_that_cannot_be_filled_costs_its_pass_alone(folder: Path) -> None:
     class Failing(RuleForm):
-        def fill(self, matchers: Sequence[Any], masks: np.ndarray) -> None:
-            if any(len(matcher.tokens) == 2 for matcher in matchers):
+        def fill(self, matchers: Mapping[int, Any], masks: np.ndarray) -> None:
+            if any(len(matcher.tokens) == 2 for matcher in matchers.values()):
                 raise RuntimeError("no mask for this")
             super().fill(matchers, masks)
 

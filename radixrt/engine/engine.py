@@ -123,7 +123,7 @@ class Engine:
             return
         try:
             draw = partial(self.runner.draw_masked, flight.handle)
-            self._meter.in_runner(draw, masks_of(flight.booking))
+            self._meter.in_runner(draw, masks_of(flight.booking, self.runner.mask_memory))
         except Exception as error:
             self._check_device(error, flight.booking, "could not be drawn from")
             self._in_flight[0] = _InFlight(flight.booking, error=error)

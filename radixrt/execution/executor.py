@@ -145,9 +145,13 @@ class Executor:
             self._finite[: len(finite)].copy_(finite)
         return logits, finite, hidden
 
+    def mask_memory(self, num_masks: int, num_words: int) -> Int32Array:
+        """Memory `[num_masks, num_words]` from which `draw` sends the masks of one pass: pinned, for CUDA."""
+        return self._masks.begin(num_masks * num_words).reshape(num_masks, num_words)
+
     def draw(self, forward: Forward, masks: Int32Array | None = None) -> Drawn:
-        """Start the draws of a pass, with the masks of those that are masked: `last_token` gets the first token of
-        each row.
+        """Start the draws of a pass, with the masks, in `mask_memory`, of those that are masked: `last_token` gets
+        the first token of each row.
         """
         arrays, sampling, logits = forward.arrays, forward.pass_.sampling, forward.logits
         processed, last_token = sampling.processed, self.last_token
@@ -167,8 +171,7 @@ class Executor:
         filtered = None
         if processed is not None:
             if masks is not None:
-                words = self._masks.upload(masks.reshape(-1))[: masks.size].view(masks.shape)
-                arrays = {**arrays, "masks": words}
+                arrays = {**arrays, "masks": self._masks.send(masks.size)[: masks.size].view(masks.shape)}
             filtered = sample_processed(logits, arrays, processed, last_token, out, impl=self._impl)
         token_ids, drawn = out
         logprobs: tuple[Tensor, ...] = ()

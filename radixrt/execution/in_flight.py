@@ -62,6 +62,9 @@ class PassTimer:
         self._on_gpu = device.type == "cuda"
         self._free: list[list[torch.cuda.Event]] = []
         self._own: list[torch.cuda.Event] = []  # of the launch at hand, or of one that raised
+        self._paused: torch.cuda.Event | None = (
+            None  # on a GPU, once there was a pause: the end of what was before
+        )
         self._began = 0.0
 
     def begin(self) -> None:
@@ -77,9 +80,15 @@ class PassTimer:
 
     def pause(self) -> None:
         self._began -= time.perf_counter()
+        if self._on_gpu:
+            if self._paused is None:
+                self._paused = torch.cuda.Event(enable_timing=False)  # type: ignore[no-untyped-call]
+            self._paused.record()
 
-    def resume(self) -> None:
+    def resume(self) -> bool:
+        """Whether a GPU has done all that was launched before the pause, and waits."""
         self._began += time.perf_counter()
+        return self._paused is not None and bool(self._paused.query())  # type: ignore[no-untyped-call]
 
     def end(self) -> TimedPass:
         events, self._own = self._own, []

@@ -6,7 +6,7 @@ import traceback
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -50,6 +50,7 @@ class PassInFlight:
     # log-probabilities; of those of prompts. The last two are empty where nobody wants them.
     copies: list[list[HostCopy]]
     timed: TimedPass
+    waited_for_masks: bool = False
 
 
 @dataclass
@@ -126,11 +127,14 @@ class ModelRunner:
             self._timer.pause()
             return PassWithoutDraws(forward)
 
+    def mask_memory(self, num_masks: int, num_words: int) -> Int32Array:
+        return self.executor.mask_memory(num_masks, num_words)
+
     def draw_masked(self, handle: object, masks: Int32Array) -> None:
         assert isinstance(handle, PassWithoutDraws)
-        self._timer.resume()
+        waited = self._timer.resume()
         with self._launching():
-            handle.drawn = self._drawn(handle.forward, masks)
+            handle.drawn = replace(self._drawn(handle.forward, masks), waited_for_masks=waited)
 
     def _drawn(self, forward: Forward, masks: Int32Array | None = None) -> PassInFlight:
         drawn = self.executor.draw(forward, masks)
@@ -161,7 +165,8 @@ class ModelRunner:
             sampled = [sampled[0][0, :count], sampled[0][1].view(np.bool_)[:count]]
         token_ids, finite = sampled
         logprobs, prompt_logprobs = (Logprobs(*arrays) if arrays else None for arrays in others)
-        return PassResult(token_ids, accepted, finite, logprobs, prompt_logprobs, seconds, launching)
+        waited = handle.waited_for_masks
+        return PassResult(token_ids, accepted, finite, logprobs, prompt_logprobs, seconds, waited, launching)
 
     def _on_device(self) -> AbstractContextManager[object]:
         # Kernels and events go to the current device, whatever their tensors' is.

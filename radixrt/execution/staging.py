@@ -65,13 +65,20 @@ class Staging:
 
     def upload(self, words: Int32Array, num_fixed: int = 0) -> Tensor:
         """A buffer on the device that begins with the words; the first `num_fixed` are in the fixed one, too."""
-        count = len(words)
+        self.begin(len(words))[:] = words
+        return self.send(len(words), num_fixed)
+
+    def begin(self, count: int) -> Int32Array:
+        """The host's words to be sent next, `[count]`; what is in them is of no meaning."""
         if count > len(self._buffer):
             self._reserve(2 * count)
         self._turn ^= 1
         if self._on_gpu:
             self._copied[self._turn].synchronize()
-        self._words[self._turn][:count] = words
+        return self._words[self._turn][:count]
+
+    def send(self, count: int, num_fixed: int = 0) -> Tensor:
+        """`upload` of the words that were begun."""
         host = self._host[self._turn]
         is_long = count > len(self._fixed)
         target = self._buffer if is_long else self._fixed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import cache
 from itertools import takewhile
 from typing import Any
@@ -60,18 +60,16 @@ class LlguidanceForm:
         """See `Form`."""
         return LlguidanceMatcher(self._beginning.deep_copy(), self._ends)
 
-    def fill(self, matchers: Sequence[Any], masks: Int32Array) -> None:
+    def fill(self, matchers: Mapping[int, Any], masks: Int32Array) -> None:
         """See `Form`; matchers are of this kind. As many threads make masks as there are cores, up to 16."""
-        if not masks.flags.c_contiguous or masks.shape[0] < len(matchers):
+        if not masks.flags.c_contiguous or len(masks) <= max(matchers):
             raise ValueError(f"masks are {masks.shape}, {masks.strides}; they must be rows without gaps")
         rows: dict[int, int] = {}  # of each matcher, which the n answers to a prompt begin with together
         inner = [
-            (matcher.inner, row)
-            for row, matcher in enumerate(matchers)
-            if rows.setdefault(id(matcher), row) == row
+            (matcher.inner, row) for row, matcher in matchers.items() if rows.setdefault(id(matcher), row) == row
         ]
         _executor().unsafe_compute_mask_ptr(inner, masks.ctypes.data, masks.strides[0], len(masks))
-        for row, matcher in enumerate(matchers):
+        for row, matcher in matchers.items():
             if (first := rows[id(matcher)]) != row:
                 masks[row] = masks[first]
             elif matcher.inner.is_error():

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Protocol
 
 from radixrt.arrays import Int32Array
@@ -41,8 +41,9 @@ class Form(Protocol):
     def matcher(self) -> Matcher:
         """A matcher at the beginning of an answer."""
 
-    def fill(self, matchers: Sequence[Matcher], masks: Int32Array) -> None:
-        """Fill `masks` `[M, mask_words(vocab_size)]` with the tokens that may come next in each answer.
+    def fill(self, matchers: Mapping[int, Matcher], masks: Int32Array) -> None:
+        """Fill rows of `masks` `[M, mask_words(vocab_size)]` with the tokens that may come next: by each row, the
+        matcher of its answer.
 
         Matchers are those of any forms of the same kind. Where a form is complete, tokens that end an answer are
         allowed; where it may end, they are among others.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -63,9 +63,9 @@ class XgrammarForm:
 
         return XgrammarMatcher(GrammarMatcher(self._grammar), self._ends, self.vocab_size)
 
-    def fill(self, matchers: Sequence[Any], masks: Int32Array) -> None:
+    def fill(self, matchers: Mapping[int, Any], masks: Int32Array) -> None:
         """See `Form`; matchers are of this kind."""
-        for row, matcher in enumerate(matchers):
+        for row, matcher in matchers.items():
             if matcher.inner.is_terminated():
                 matcher.ends.leave_out(masks[row])
                 continue

@@ -41,6 +41,9 @@ class ConstantRunner:
     def launch(self, pass_: Pass) -> Pass:
         return pass_
 
+    def mask_memory(self, num_masks: int, num_words: int) -> Int32Array:
+        return np.zeros((num_masks, num_words), np.int32)
+
     def draw_masked(self, handle: object, masks: Int32Array) -> None:
         """What it samples is not masked."""
 

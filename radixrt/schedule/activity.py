@@ -21,13 +21,16 @@ class Activity:
 
     passes: int = 0
     extend_passes: int = 0  # those that extend an answer, perhaps with decodes beside it
-    extended_tokens: int = 0  # prompt tokens not found in the cache, and tokens that are computed again
+    # Prompt tokens not found in the cache, tokens that forms have forced, and tokens that are computed again.
+    extended_tokens: int = 0
     decoded_tokens: int = 0  # tokens that were sampled, those of answers that had ended included
     prefill_seconds: float = 0.0  # the device's time in `extend_passes`
     decode_seconds: float = 0.0  # and in the others
     # The host's time in steps: planning, booking, starting transfers, and launching where the device computes
     # meanwhile; not waiting for results. On a GPU most of it passes while the device computes: do not add them up.
     scheduling_seconds: float = 0.0
+    masked_passes: int = 0  # those with draws of answers that have a form
+    late_masks: int = 0  # those of them whose draws a GPU waited for: their masks were not filled yet
 
     @property
     def busy_seconds(self) -> float:
@@ -67,5 +70,7 @@ class ActivityMeter:
         counts["extend_passes"] += extends
         counts["extended_tokens"] += pass_.extended_tokens
         counts["decoded_tokens"] += len(result.token_ids)
+        counts["masked_passes"] += pass_.sampling.masked is not None
+        counts["late_masks"] += result.waited_for_masks
         counts["prefill_seconds" if extends else "decode_seconds"] += result.seconds or 0.0
         counts["scheduling_seconds"] += result.launch_seconds

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-
-import numpy as np
+from collections.abc import Callable
 
 from radixrt.arrays import Int32Array
 from radixrt.forms.matcher import Matcher, mask_words
 from radixrt.schedule.booking import Booking
 
 
-def masks_of(booking: Booking) -> Int32Array:
-    """The masks `[M, ceil(vocab_size / 32)]` of a pass with masked draws, once all passes before it are booked.
+def masks_of(booking: Booking, memory: Callable[[int, int], Int32Array]) -> Int32Array:
+    """The masks `[M, ceil(vocab_size / 32)]` of a pass with masked draws, once all passes before it are booked; in
+    `memory` of that shape, which may hold anything.
 
     Each of the first tokens of a prompt's n answers begins the form. An answer that has ended has no use for its
     draw: that may be anything.
@@ -21,18 +21,16 @@ def masks_of(booking: Booking) -> Int32Array:
     assert sampling.masked is not None
     answers = [booking.answers[row] for row in sampling.logits_rows[sampling.masked].tolist()]
     forms = [answer.request.form for answer in answers]
-    by_kind = defaultdict[type, list[tuple[int, Matcher]]](list)
-    for place, (answer, form) in enumerate(zip(answers, forms, strict=True)):
-        if not answer.finished and (matcher := answer.matcher) is not None:
-            by_kind[type(form)].append((place, matcher))
     vocab_size = max(form.vocab_size for form in forms if form is not None)
-    masks = np.full((len(answers), mask_words(vocab_size)), -1, dtype=np.int32)
-    for of_kind in by_kind.values():
-        places, matchers = zip(*of_kind, strict=True)
-        form = forms[places[0]]
+    masks = memory(len(answers), mask_words(vocab_size))
+    by_kind = defaultdict[type, dict[int, Matcher]](dict)
+    for place, (answer, form) in enumerate(zip(answers, forms, strict=True)):
+        if answer.finished or (matcher := answer.matcher) is None:
+            masks[place] = -1
+        else:
+            by_kind[type(form)][place] = matcher
+    for matchers in by_kind.values():
+        form = forms[next(iter(matchers))]
         assert form is not None
-        own = masks if len(places) == len(answers) else masks[[*places]]
-        form.fill(matchers, own)
-        if own is not masks:
-            masks[[*places]] = own
+        form.fill(matchers, masks)
     return masks

@@ -115,6 +115,7 @@ class PassResult:
     # was launched while the one before was computed begins when that ends, so that seconds add up. The wait for
     # masks is within.
     seconds: float | None = None
+    waited_for_masks: bool = False  # the device had the logits before the masks were there
     launch_seconds: float = 0.0  # host time of the launch, beside the device; 0 where launching computes the pass
 
 
@@ -132,9 +133,12 @@ class Runner(Protocol):
         yet: `draw_masked` is called before the next one is launched.
         """
 
+    def mask_memory(self, num_masks: int, num_words: int) -> Int32Array:
+        """Memory `[num_masks, num_words]` for masks of the pass that was launched last. It may hold anything."""
+
     def draw_masked(self, handle: object, masks: Int32Array) -> None:
-        """Start the draws of a pass; `masks` `[M, ceil(vocab_size / 32)]` are those of its masked draws, in order:
-        tokens whose bit is 0 are not drawn.
+        """Start the draws of a pass; `masks` `[M, ceil(vocab_size / 32)]`, in `mask_memory`, are those of its
+        masked draws, in order: tokens whose bit is 0 are not drawn.
         """
 
     def collect(self, handle: object) -> PassResult:

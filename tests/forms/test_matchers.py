@@ -234,16 +234,18 @@ def test_tokens_that_end_an_answer(subject: Subject, engine: Any) -> None:
 def test_masks_of_many_answers(subject: Subject) -> None:
     """They go into their rows, whatever form each has."""
     forms = [subject.compiler.compile(AskedForm("choice", text), subject.ends) for text in ('["aa"]', '["b","c"]')]
-    matchers = [forms[place % 2].matcher() for place in range(9)]
+    matchers = {place: forms[place % 2].matcher() for place in range(9)}
     masks = np.zeros((9, mask_words(forms[0].vocab_size)), np.int32)
     forms[0].fill(matchers, masks)
-    for row, matcher in enumerate(matchers):
+    for row, matcher in matchers.items():
         found = np.flatnonzero(np.unpackbits(masks[row].view(np.uint8), bitorder="little"))
         assert found.tolist() == allowed(forms[0], matcher)
     assert not np.array_equal(masks[0], masks[1])
-    twice = [matchers[place] for place in (0, 0, 1, 0)]  # as the n answers to a prompt begin
-    forms[0].fill(twice, masks)
-    assert [np.array_equal(masks[0], masks[row]) for row in range(4)] == [True, True, False, True]
+    twice = {row: matchers[place] for row, place in ((1, 0), (4, 0), (5, 1), (7, 0))}
+    masks[:] = 77
+    forms[0].fill(twice, masks)  # as the n answers to a prompt begin; nobody else's rows are touched
+    assert [np.array_equal(masks[1], masks[row]) for row in (4, 5, 7)] == [True, False, True]
+    assert (masks[[0, 2, 3, 6, 8]] == 77).all()
     with pytest.raises(ValueError, match="rows without gaps"):
         forms[0].fill(matchers, masks[:, ::2])
 
@@ -277,7 +279,7 @@ def test_a_matcher_that_cannot_go_on_says_so(subject: Subject) -> None:
         matcher.push(9)
     assert not matcher.is_complete
     mask = np.zeros((1, mask_words(form.vocab_size)), np.int32)
-    form.fill([matcher], mask)
+    form.fill({0: matcher}, mask)
     found = np.unpackbits(mask.view(np.uint8), bitorder="little")
     assert found.sum() > 1000
     assert not found[2]

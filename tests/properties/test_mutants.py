@@ -707,12 +707,12 @@ def mask_one_token_late(patch: pytest.MonkeyPatch) -> None:
     """A pass is not waited for before the masks of the next one are filled."""
     masks_of = engine.masks_of
 
-    def late(booking: booking.Booking) -> np.ndarray:
+    def late(booking: booking.Booking, memory: Any) -> np.ndarray:
         matchers = [answer.matcher for answer in booking.answers]
         known = [(one, one.tokens[:]) for one in matchers if isinstance(one, RuleMatcher) and one.tokens]
         for matcher, tokens in known:
             matcher.tokens = tokens[:-1]
-        masks = masks_of(booking)
+        masks = masks_of(booking, memory)
         for matcher, tokens in known:
             matcher.tokens = tokens
         return masks
@@ -741,7 +741,7 @@ def book_answers_with_a_form_like_others(patch: pytest.MonkeyPatch) -> None:
 def give_masks_to_others(patch: pytest.MonkeyPatch) -> None:
     """The first mask is the last draw's."""
     masks_of = engine.masks_of
-    patch.setattr(engine, "masks_of", lambda booking: np.roll(masks_of(booking), 1, axis=0))
+    patch.setattr(engine, "masks_of", lambda *given: np.roll(masks_of(*given), 1, axis=0))
 
 
 @mutant("6:", "8:", "12:", sizes=FORM_SIZES)

@@ -243,6 +243,9 @@ class StreamEvent:
     def synchronize(self) -> None:
         self._stream.clock.now = max(self._stream.clock.now, self.at)
 
+    def query(self) -> bool:
+        return self.at <= self._stream.clock.now
+
     def elapsed_time(self, end: StreamEvent) -> float:
         assert max(self.at, end.at) <= self._stream.clock.now, "an event is read before it was due"
         return 1000 * (end.at - self.at)
@@ -312,14 +315,31 @@ def test_what_is_not_launching_does_not_count(stream: Stream) -> None:
     stream.clock.now += 1.0
     timer.pause()
     assert timer.wait(before) == (8.0, 0.0)
-    timer.resume()
+    waits = timer.resume()
     stream.run(2.0)
     stream.clock.now += 0.5
     halves = timer.end()
     after = launched(timer, stream, takes=16.0)
+    assert not waits  # the first half was still being computed
     assert timer.wait(halves) == (6.0, 1.5)
     assert timer.wait(after) == (16.0, 0.0)
-    assert stream.made == 4
+    assert stream.made == 5  # one at the pause
+
+
+def test_a_device_that_has_ended_waits_for_what_follows_a_pause(stream: Stream) -> None:
+    timer = PassTimer(torch.device("cuda"))
+    found = []
+    for host in (1.0, 3.0, 5.0):  # between the halves
+        timer.begin()
+        timer.start()
+        stream.run(4.0)
+        timer.pause()
+        stream.clock.now += host
+        found.append(timer.resume())
+        stream.run(1.0)
+        timer.wait(timer.end())
+    assert found == [False, False, True]
+    assert stream.made == 3
 
 
 # -- a model -----------------------------------------------------------------------------------------------

@@ -39,12 +39,16 @@ def booking(answers: list[Answer], logits_rows: list[int], masked: list[int]) ->
     return Booking(replace(NO_ROWS, sampling=SamplingInputs(rows, Features(), None, None, {}, draws)), (*answers,))
 
 
+def memory(num_masks: int, num_words: int) -> np.ndarray:
+    return np.full((num_masks, num_words), 0x5A5A5A5A, np.int32)
+
+
 def test_each_draw_has_the_mask_of_its_answer() -> None:
     """Several draws of one answer have the same; those of answers without a form have none."""
     answers = [answer(None), answer(form(7)), answer(form(69, 33, kind=OtherForm)), answer(form(8))]
     for token in (0, 1):
         answers[3].matcher.push(token)  # type: ignore[union-attr]
-    masks = masks_of(booking(answers, [0, 1, 1, 2, 3], [1, 2, 3, 4]))
+    masks = masks_of(booking(answers, [0, 1, 1, 2, 3], [1, 2, 3, 4]), memory)
     assert masks.shape == (4, 3)
     assert [allowed_by(mask, VOCAB_SIZE) for mask in masks] == [[0, 7], [0, 7], [0, 33, 69], [2, 8]]
 
@@ -52,7 +56,7 @@ def test_each_draw_has_the_mask_of_its_answer() -> None:
 def test_the_draw_of_an_answer_that_has_ended_may_be_anything() -> None:
     answers = [answer(form(7)), answer(form(8))]
     answers[0].log.finish_reason = FinishReason.ABORT
-    masks = masks_of(booking(answers, [0, 1], [0, 1]))
+    masks = masks_of(booking(answers, [0, 1], [0, 1]), memory)
     assert allowed_by(masks[0], VOCAB_SIZE) == list(range(VOCAB_SIZE))
     assert allowed_by(masks[1], VOCAB_SIZE) == [0, 8]
 

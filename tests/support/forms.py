@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,12 +43,12 @@ class RuleForm:
     def matcher(self) -> RuleMatcher:
         return RuleMatcher(self)
 
-    def fill(self, matchers: Sequence[Matcher], masks: np.ndarray) -> None:
-        bits = np.zeros((len(matchers), masks.shape[1] * WORD_BITS), dtype=np.uint8)
-        for own, matcher in zip(bits, matchers, strict=True):
+    def fill(self, matchers: Mapping[int, Matcher], masks: np.ndarray) -> None:
+        for row, matcher in matchers.items():
             assert isinstance(matcher, RuleMatcher)
-            own[sorted(matcher.form.allowed(matcher.tokens))] = 1
-        masks[:] = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+            bits = np.zeros(masks.shape[1] * WORD_BITS, dtype=np.uint8)
+            bits[sorted(matcher.form.allowed(matcher.tokens))] = 1
+            masks[row] = np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def allowed_by(mask: np.ndarray, vocab_size: int) -> list[int]:

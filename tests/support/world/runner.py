@@ -224,6 +224,9 @@ class SimulatedRunner:
         self.in_flight.append(flight)
         return flight
 
+    def mask_memory(self, num_masks: int, num_words: int) -> np.ndarray:
+        return np.full((num_masks, num_words), 0x5A5A5A5A, np.int32)
+
     def draw_masked(self, handle: SimulatedPass, masks: np.ndarray) -> None:
         masked = handle.batch.sampling.masked
         self._require("19: masks are those of the masked draws", masked is not None and len(masks) == len(masked))
