@@ -128,11 +128,12 @@ def has_gluon() -> bool:
 
 def overlapped(device: torch.device, num_rows: int) -> dict[str, bool]:
     """Keywords of a kernel's launch over `num_rows`. If they are few, it begins before the launch before it has
-    ended, where the GPU can: with `EARLY` it calls `gdc_wait` before it writes, or reads what others have written.
-    With many rows programs that wait take the place of others.
+    ended, where the GPU can; with many, programs that wait would take the place of others. With `EARLY` the kernel
+    calls `gdc_wait` before it writes, or reads what others have written, however it is launched: its code, and so
+    the bits of a row, do not depend on the number of rows.
     """
-    early = num_rows <= FEW_ROWS and gpu_of(device).overlaps_launches
-    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+    early = gpu_of(device).overlaps_launches
+    return {"EARLY": early, **({"launch_pdl": True} if early and num_rows <= FEW_ROWS else {})}
 
 
 def gpu_of(device: torch.device) -> GPU:

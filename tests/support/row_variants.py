@@ -2,9 +2,10 @@
 
 python tests/support/row_variants.py
 
-prints JSON: "variants", for each operation the names of its kernels of which there is more than one variant; and
-"sums", for each variant of `token_logprobs`, of which other rows decide, the layouts that its sums of floats run
-over. Run it in a process without TRITON_INTERPRET.
+prints JSON: "variants", for each operation the names of its kernels of which there is more than one variant;
+"launches change no code", as launches of few rows overlap with others; and "sums", for each variant of
+`token_logprobs`, of which other rows decide, the layouts that its sums of floats run over. Run it in a process
+without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -87,9 +89,29 @@ def several_variants() -> dict[str, list[str]]:
             recorder.record([KernelCase(call, name, call)])
     found = {}
     for name, recorder in recorders.items():
-        numbers = Counter(variant.source.fn.__name__ for variant in recorder.variants.values())
+        codes = {(variant.source.fn.__name__, *code_of(variant)) for variant in recorder.variants.values()}
+        numbers = Counter(kernel for kernel, *_ in codes)
         found[name] = sorted(kernel for kernel, number in numbers.items() if number > 1)
     return found
+
+
+def code_of(variant: Variant) -> tuple[str, str]:
+    """What a variant's code depends on: not when it is launched (`launches_change_no_code`)."""
+    return variant.source.hash(), replace(variant.options, launch_pdl=False).hash()
+
+
+def launches_change_no_code() -> bool:
+    """Whether the code of a norm is the same if it is launched while what is before it ends."""
+    recorder, codes = Recorder(GPU(90, 132)), set()
+    for count in (1, 512):
+        call = partial(rms_norm, bf16(count, 1024), bf16(1024), 1e-6, impl="triton")
+        recorder.record([KernelCase(call, f"{count}", call)])
+    early = {variant.options.launch_pdl for variant in recorder.variants.values()}
+    for variant in recorder.variants.values():
+        target = GPUTarget("cuda", variant.arch, 32)
+        compiled = triton.compile(variant.source, target=target, options=dict(variant.options.__dict__))
+        codes.add(compiled.asm["ptx"])
+    return early == {False, True} and len(codes) == 1
 
 
 def logprob_sums(dtype: torch.dtype) -> list[list[str]]:
@@ -116,4 +138,5 @@ def _float_sums(variant: Variant) -> list[str]:
 
 if __name__ == "__main__":
     sums = {str(dtype): logprob_sums(dtype) for dtype in (torch.bfloat16, torch.float32)}
-    print(json.dumps({"variants": several_variants(), "sums": sums}))
+    found = {"variants": several_variants(), "sums": sums, "launches change no code": launches_change_no_code()}
+    print(json.dumps(found))

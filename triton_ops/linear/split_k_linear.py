@@ -10,6 +10,7 @@ from torch import Tensor
 
 from triton_ops.activations.elementwise import as_rows
 from triton_ops.implementation import (
+    FEW_ROWS,
     Impl,
     cdiv,
     gdc_launch_dependents,
@@ -59,7 +60,7 @@ def split_k_linear(x: Tensor, weight: Tensor, config: SplitKConfig, *, impl: Imp
             DEPTH=config.depth,
             STAGES=config.stages,
             num_warps=SPLIT_K_WARPS,
-            PREFETCHES=weight.nbytes <= MAX_PREFETCHED,
+            PREFETCHES=num_rows <= FEW_ROWS and weight.nbytes <= MAX_PREFETCHED,
             **overlapped(x.device, num_rows),
         )
     return out
