@@ -30,7 +30,7 @@ from radixrt.forms.vocabulary import Vocabulary
 from radixrt.forms.xgrammar_form import XgrammarForm
 
 INSTALL = "pip install 'radixrt[grammar]'"
-MAX_KEPT = 256  # compiled forms
+MAX_KEPT = 4096  # compiled forms
 MAX_KEPT_BYTES = 2**29
 _MAX_VERDICTS = 2**16
 _MAX_REASON = 300  # characters

@@ -9,8 +9,10 @@ What makes grammars of texts is here, too, so that both processes do the same.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+import re
 import resource
 import sys
 import threading
@@ -27,6 +29,7 @@ STACK_BYTES = 2**20  # half of what the threads that fill masks have
 # may write blanks for ever.
 WHITESPACE = r"( ?|\n {0,20}|\n\t{0,8})"
 MAX_WHITESPACE = 20
+_SOME_BITS = re.compile(rb"[^\0]")  # a byte of a mask
 _OPTIONS: Any = {"whitespace_pattern": WHITESPACE}  # those of `x-guidance` in a schema go before them
 _STRICT: Any = {"lenient": False}  # no keyword is ignored, whatever a schema says
 
@@ -231,10 +234,10 @@ class _Engines:
                 bits = mask()
                 if time.thread_time() - began > limit:
                     raise Refusal(f"it is too large: a mask takes more than {limit:g} s")
-                allowed = [i for i in _allowed(bits) if i not in self._end_ids]
-                if not allowed:
+                token_id = _drawn(bits, self._end_ids, draw)
+                if token_id is None:
                     break
-                take(draw.choice(allowed))
+                take(token_id)
         except Refusal as error:
             return {"error": str(error)}
         except MemoryError:
@@ -242,8 +245,15 @@ class _Engines:
         return {"bytes": max(0, _memory()[1] - before)}
 
 
-def _allowed(mask: bytes) -> list[int]:
-    return [8 * place + bit for place, byte in enumerate(mask) if byte for bit in range(8) if byte >> bit & 1]
+def _drawn(mask: bytes, left_out: set[int], draw: random.Random) -> int | None:
+    """A token that a mask allows, at or after a place of it that is drawn; None if there is none."""
+    start = draw.randrange(len(mask))
+    for found in itertools.chain(_SOME_BITS.finditer(mask, start), _SOME_BITS.finditer(mask, 0, start)):
+        place, byte = found.start(), found[0][0]
+        tokens = [8 * place + bit for bit in range(8) if byte >> bit & 1 and 8 * place + bit not in left_out]
+        if tokens:
+            return draw.choice(tokens)
+    return None
 
 
 def _memory() -> tuple[int, int]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from triton_ops import implementation
-from triton_ops.implementation import GPU, Vendor, has_gluon, runs_triton
+from triton_ops.implementation import GPU, Vendor, compiling_for, has_gluon, overlapped, runs_triton
 from triton_ops.tuning import (
     copy_config,
     decode_config,
@@ -16,6 +16,7 @@ from triton_ops.tuning import (
     expert_config,
     expert_rows,
     extend_config,
+    few_rows_config,
     gated_linear_config,
     shared_config,
     split_k_config,
@@ -28,6 +29,7 @@ CONFIGS: dict[str, Callable[[GPU], object]] = {
     "shared": lambda gpu: shared_config(gpu, 128, torch.bfloat16),
     "training": lambda gpu: training_config(gpu, 128, torch.bfloat16, kind="dkv"),
     "split-K": lambda gpu: split_k_config(gpu, 16, 1024, 2048, torch.bfloat16),
+    "few rows": lambda gpu: few_rows_config(gpu, 8, 4096, 1024, torch.bfloat16, gated=False),
     "gated": lambda gpu: gated_linear_config(gpu, 2048, 4096, 4096, torch.bfloat16, gluon=True),
     "e4m3": lambda gpu: e4m3_linear_config(gpu, 16, 1024),
     "experts": lambda gpu: expert_config(gpu, 16, 64, 1536, 2048, torch.bfloat16),
@@ -100,3 +102,14 @@ def test_kernels_do_not_run_on_gpus_of_other_vendors(monkeypatch: pytest.MonkeyP
             runs_triton(impl, device)  # type: ignore[arg-type]
     assert not runs_triton("torch", device)
     assert not runs_triton("auto", torch.device("cpu"))
+
+
+def test_launches_of_few_rows_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where GPUs can; that changes when a kernel begins, and not what it does."""
+    monkeypatch.setattr(implementation, "_INTERPRETED", False)
+    cpu = torch.device("cpu")
+    with compiling_for(GPU(90, 132)):
+        assert overlapped(cpu, 64) == {"EARLY": True, "launch_pdl": True}
+        assert overlapped(cpu, 65) == {"EARLY": True}
+    with compiling_for(GPU(89, 132)):
+        assert overlapped(cpu, 1) == {"EARLY": False}

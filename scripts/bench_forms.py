@@ -1,0 +1,179 @@
+"""What a form costs: a list of answers to JSON schemas beside one of the same lengths without them.
+
+python scripts/bench_forms.py --config qwen3-0.6b --schemas 1 --schemas 512
+
+512 questions about four documents, random weights. Answers with schemas come first; those without end where they
+did. Those with schemas run once more with forced tokens drawn one by one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+
+from radixrt.bench.catalogue import SHAPES, write_shape
+from radixrt.bench.report import wide_console
+from radixrt.builtin import MODEL_PATH
+from radixrt.errors import RadixrtError
+from radixrt.models.loader import model_folder
+from radixrt.runtime import Runtime
+from radixrt.sampling_params import SamplingParams
+from radixrt.schedule import booking
+from radixrt.workloads.lists import WorkloadPrompt, docqa
+
+SMALLEST_VOCABULARY = 1600  # that of the built-in model has fewer tokens, and prompts take theirs from it
+SMOLLM2_VOCABULARY = 49_152
+MOST_TOKENS = 400  # of an answer; those of the schemas end before
+
+
+def schema(number: int) -> dict[str, Any]:
+    """A record of six properties, whose names depend on the number."""
+    text = {"type": "string", "maxLength": 24}
+    properties: dict[str, Any] = {
+        f"name_{number}": text,
+        f"summary_{number}": text,
+        f"category_{number}": {"enum": ["red", "green", "blue", "none of these"]},
+        f"count_{number}": {"type": "integer", "minimum": 0, "maximum": 9999},
+        f"certain_{number}": {"type": "boolean"},
+        f"tags_{number}": {"type": "array", "items": {"enum": ["a", "b", "c"]}, "minItems": 1, "maxItems": 3},
+    }
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+@dataclass(frozen=True)
+class Run:
+    """A call over the list.
+
+    Attributes:
+        seconds: of the call.
+        lengths: tokens of each answer.
+        passes, masked, late: all passes, those with masks, and those of them that a GPU waited for.
+    """
+
+    seconds: float
+    lengths: list[int]
+    passes: int
+    masked: int
+    late: int
+
+
+def run(runtime: Runtime, prompts: Sequence[WorkloadPrompt], params: Sequence[SamplingParams]) -> Run:
+    """Answer the list, from an empty cache."""
+    runtime.flush_cache()
+    before, given = runtime.activity(), [prompt.prompt_ids for prompt in prompts]
+    began = time.perf_counter()
+    outputs = runtime.generate(given, list(params))
+    seconds = time.perf_counter() - began
+    assert isinstance(outputs, list)
+    done = runtime.activity() - before
+    lengths = [len(output.token_ids) for output in outputs]
+    return Run(seconds, lengths, done.passes, done.masked_passes, done.late_masks)
+
+
+def measure(
+    runtime: Runtime, prompts: Sequence[WorkloadPrompt], num_schemas: int, repeat: int
+) -> dict[str, list[Run]]:
+    """Runs with schemas, without, and with schemas but forced tokens drawn; in turn, after one that warms up."""
+    texts = [json.dumps(schema(number)) for number in range(num_schemas)]
+    formed = [
+        SamplingParams(json_schema=texts[place % num_schemas], temperature=0.8, max_new_tokens=MOST_TOKENS)
+        for place in range(len(prompts))
+    ]
+    lengths = run(runtime, prompts, formed).lengths
+    free = [SamplingParams(temperature=0.8, max_new_tokens=count, ignore_eos=True) for count in lengths]
+    run(runtime, prompts, free)
+    found: dict[str, list[Run]] = {"with": [], "without": [], "drawn": []}
+    for _ in range(repeat):
+        found["with"].append(run(runtime, prompts, formed))
+        found["without"].append(run(runtime, prompts, free))
+        with forced_tokens_drawn():
+            found["drawn"].append(run(runtime, prompts, formed))
+    return found
+
+
+@contextmanager
+def forced_tokens_drawn() -> Iterator[None]:
+    """As if no form forced anything."""
+    least, booking.MIN_FORCED = booking.MIN_FORCED, 10**9
+    try:
+        yield
+    finally:
+        booking.MIN_FORCED = least
+
+
+def tokenizer_folder(config: str) -> Path:
+    """SmolLM2's, of 49,152 tokens, if it is there and the shape has as many; otherwise the built-in model's."""
+    if SHAPES[config]["vocab_size"] < SMOLLM2_VOCABULARY:
+        return MODEL_PATH
+    try:
+        return model_folder("smollm2", weights=False)
+    except RadixrtError:
+        return MODEL_PATH
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", action="append", choices=SHAPES, help="a shape; may be repeated (qwen3-0.6b)")
+    parser.add_argument("--requests", type=int, default=512, metavar="N", help="a multiple of 4 (512)")
+    parser.add_argument("--schemas", type=int, action="append", metavar="N", help="different ones (1, 512)")
+    parser.add_argument("--document-len", type=int, default=2048, metavar="TOKENS", help="of a document (2048)")
+    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="times are medians (3)")
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="FOLDER",
+        help="of a model; masks take longer with more tokens (SmolLM2, or else the built-in model)",
+    )
+    parser.add_argument("--device", help="such as cpu or cuda:1")
+    given = parser.parse_args(argv)
+    if given.requests < 4 or given.requests % 4:
+        parser.error("--requests is not a multiple of 4")
+    prompts = docqa(questions=given.requests // 4, document_len=given.document_len, vocab_size=SMALLEST_VOCABULARY)
+    table = Table(title=f"{given.requests} answers to JSON schemas, beside as many of the same lengths without")
+    for column in ("shape", "schemas", "with, s", "without, s", "with / without", "passes", "without", "drawn, s"):
+        table.add_column(column, justify="right")
+    table.add_column("passes, drawn", justify="right")
+    table.add_column("masks late", justify="right")
+    for config in given.config or ("qwen3-0.6b",):
+        with tempfile.TemporaryDirectory() as folder:
+            write_shape(config, Path(folder))
+            for file in (given.tokenizer or tokenizer_folder(config)).glob("tokenizer*"):
+                shutil.copy(file, folder)
+            with Runtime(folder, load_format="dummy", device=given.device) as runtime:
+                for num_schemas in given.schemas or (1, 512):
+                    found = measure(runtime, prompts, num_schemas, given.repeat)
+                    seconds = {name: median(one.seconds for one in runs) for name, runs in found.items()}
+                    last = {name: runs[-1] for name, runs in found.items()}
+                    table.add_row(
+                        config,
+                        str(num_schemas),
+                        f"{seconds['with']:.2f}",
+                        f"{seconds['without']:.2f}",
+                        f"{seconds['with'] / seconds['without']:.3f}",
+                        str(last["with"].passes),
+                        str(last["without"].passes),
+                        f"{seconds['drawn']:.2f}",
+                        str(last["drawn"].passes),
+                        f"{last['with'].late} of {last['with'].masked}",
+                    )
+    wide_console(140).print(table)
+
+
+if __name__ == "__main__":
+    main()
