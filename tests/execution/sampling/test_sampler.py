@@ -15,7 +15,8 @@ from radixrt import SamplingParams as Params
 from radixrt.execution.sampling import sampler
 from radixrt.execution.sampling.sampler import draw_logprobs, sample_plain, sample_processed
 from radixrt.schedule.answer import Answer
-from radixrt.schedule.passes import SamplingInputs
+from radixrt.schedule.passes import PROCESSED as PROCESSED_PREFIX
+from radixrt.schedule.passes import Features, SamplingInputs
 from tests.schedule.test_sampling_table import NUM_ROWS, PLAIN, answer, prepared
 from triton_ops.sampling.logprobs import token_logprobs
 from triton_ops.sampling.sample import sample_distribution
@@ -320,3 +321,49 @@ def test_what_others_want_changes_no_log_probability(monkeypatch: pytest.MonkeyP
         assert torch.equal(single[0], several[0])
     for single, several in zip(other, among, strict=True):
         assert torch.equal(single[0], several[1])
+
+
+@pytest.mark.parametrize("top_k", [0, 6])
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+@pytest.mark.parametrize("min_p", [0.0, 0.12])
+def test_masked_draws_follow_what_the_mask_leaves(top_k: int, top_p: float, min_p: float) -> None:
+    """Chi-square of 20,000 draws. Filters work on the renormalised distribution: masked tokens, some of them the
+    likeliest of all, count for nothing. Half of the rows have no mask.
+    """
+    count, temperature = 40_000, 1.2
+    likely = torch.randn(V, generator=torch.Generator("cpu").manual_seed(3), device="cpu") * 2
+    allowed = likely < likely.sort().values[-5]
+    allowed[::4] = False
+    logits = likely.to(torch.get_default_device()).expand(count, V).contiguous()
+    bits = np.packbits(np.pad(allowed.numpy(), (0, 64 - V)), bitorder="little").view(np.int32)
+    masked = np.arange(0, count, 2, dtype=np.int32)
+    features = Features(True, bool(top_k) or top_p < 1, min_p > 0)
+    drawn = {
+        "temperatures": np.full(count, temperature, np.float32),
+        "seeds": np.arange(count, dtype=np.int64),
+        "sample_indices": np.zeros(count, np.int32),
+        "draw_positions": np.full(count, 9, np.int32),
+        "top_ks": np.full(count, top_k, np.int32),
+        "top_ps": np.full(count, top_p, np.float32),
+        "min_ps": np.full(count, min_p, np.float32),
+    }
+    arrays = {f"{PROCESSED_PREFIX}{name}": torch.as_tensor(array) for name, array in drawn.items()} | {
+        "processed_rows": torch.arange(count, dtype=torch.int32),
+        "masked_rows": torch.as_tensor(masked),
+        "masks": torch.as_tensor(bits).expand(len(masked), 2).contiguous(),
+    }
+    out = torch.zeros(count, dtype=torch.int32), torch.ones(count, dtype=torch.bool)
+    sample_processed(logits, arrays, features, torch.zeros(1, dtype=torch.int32), out)
+    assert out[1].all()
+    for tokens, own in (
+        (out[0][masked], likely.where(allowed, torch.tensor(-torch.inf, device="cpu"))),
+        (out[0][masked + 1], likely),
+    ):
+        parameters = (torch.tensor([value], device="cpu") for value in (temperature, top_k, top_p, min_p))
+        expected = sample_distribution(own[None], *parameters)[0]
+        counts, used = torch.bincount(tokens.cpu(), minlength=V), expected > 0
+        assert (counts[~used] == 0).all()
+        freedom, total = int(used.sum()) - 1, expected[used] * len(tokens)
+        chi_square = ((counts[used] - total) ** 2 / total).sum().item()
+        assert freedom >= 2
+        assert abs(chi_square - freedom) < 4 * (2 * freedom) ** 0.5
