@@ -14,7 +14,7 @@ from radixrt.errors import DeviceLostError, SchedulerError
 from radixrt.schedule.activity import Activity, ActivityMeter
 from radixrt.schedule.answer import Answer
 from radixrt.schedule.booking import Booking
-from radixrt.schedule.masks import masks_of
+from radixrt.schedule.masks import forced_by, masks_of
 from radixrt.schedule.passes import Runner
 from radixrt.schedule.scheduler import Scheduler
 
@@ -98,7 +98,7 @@ class Engine:
             if booking.pass_.sampling.masked is not None:  # it waits for the tokens of all passes before
                 while len(self._in_flight) > 1:
                     ended += self._collect(self._in_flight.popleft())
-                self._draw_masked()
+                ended += self._draw_masked()
         if self._in_flight and (booking is None or len(self._in_flight) > self._max_in_flight):
             ended += self._collect(self._in_flight.popleft())
         self._meter.end_step()
@@ -116,17 +116,22 @@ class Engine:
             self._check_device(error, booking, "could not be launched")
             return _InFlight(booking, error=error)
 
-    def _draw_masked(self) -> None:
-        """Start the draws of the one pass in flight, which has masked ones."""
+    def _draw_masked(self) -> list[Answer]:
+        """Start the draws of the one pass in flight, which has masked ones. Returns the answers that ended by what
+        their forms force.
+        """
         (flight,) = self._in_flight
         if flight.error is not None:
-            return
+            return []
         try:
             draw = partial(self.runner.draw_masked, flight.handle)
-            self._meter.in_runner(draw, masks_of(flight.booking, self.runner.mask_memory))
+            masks = masks_of(flight.booking, self.runner.mask_memory)
+            self._meter.in_runner(draw, masks)
         except Exception as error:
             self._check_device(error, flight.booking, "could not be drawn from")
             self._in_flight[0] = _InFlight(flight.booking, error=error)
+            return []
+        return self.scheduler.take_forced(forced_by(flight.booking, masks))
 
     def _collect(self, flight: _InFlight) -> list[Answer]:
         error = flight.error

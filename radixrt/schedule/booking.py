@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -17,7 +17,7 @@ from radixrt.schedule.admission import Admission
 from radixrt.schedule.answer import Answer
 from radixrt.schedule.passes import Logprobs, Pass, PassResult
 
-MIN_FORCED = 2  # tokens: the pass that follows, mostly in flight already, draws the first of them anyway
+MIN_FORCED = 2  # tokens: the pass in flight draws the first of them anyway
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Bookkeeper:
             token_ids = result.token_ids[first : first + count].tolist()
             logprobs = _token_logprobs(result.logprobs, first_logprobs[i], token_ids, params.logprobs)
             if has_decoded:
-                if self._ends_with(answer, token_ids[0], logprobs) or self._takes_forced(answer):
+                if self._ends_with(answer, token_ids[0], logprobs):
                     ended.append(answer)
             elif not answer.finished:
                 ended += self._book(booking, result, i, token_ids, logprobs)
@@ -117,7 +117,7 @@ class Bookkeeper:
             answer.log.prompt_logprobs += scored
             answer.pending_match = None  # more of it may come from the cache now
         ended: list[Answer] = []
-        if end < answer.known_len:  # its form has forced that token before the draw
+        if end < answer.known_len:  # its form has forced that token meanwhile
             token_ids = []
         # The tokens are the first of each of a prompt's answers, or the next of one.
         takers = self._forked(answer) if answer.num_answers > 1 and token_ids else itertools.repeat(answer)
@@ -127,7 +127,7 @@ class Bookkeeper:
             taker.append(token_id)
             if taker.log.first_token_at is None:
                 taker.log.first_token_at = time.perf_counter()
-            if self._ends_with(taker, token_id, logprobs[k : k + 1]) or self._takes_forced(taker):
+            if self._ends_with(taker, token_id, logprobs[k : k + 1]):
                 ended.append(taker)
         if lease is not None and not request.max_new_tokens and end == request.prompt_len:
             self.finish(answer, FinishReason.LENGTH)
@@ -169,12 +169,20 @@ class Bookkeeper:
         what = "no text can be made of its answer" if answer.request.form is None else "its answer cannot go on"
         self.finish(answer, FinishReason.ERROR, f"{what}: {error}")
 
+    def take_forced(self, answers: Iterable[Answer]) -> list[Answer]:
+        """Give answers, for each of which a pass in flight draws a token, what their forms force next. Returns
+        those that have ended with that.
+        """
+        return [answer for answer in answers if not answer.finished and self._takes_forced(answer)]
+
     def _takes_forced(self, answer: Answer) -> bool:
         """Give an answer what its form forces next, which a pass extends over. Whether it has ended with that."""
-        request, matcher = answer.request, answer.matcher
-        if matcher is None or request.params.logprobs is not None:  # log-probabilities come from draws
+        request, params, matcher = answer.request, answer.request.params, answer.matcher
+        if matcher is None or answer.num_answers != 1:  # the first tokens of several are one answer's until then
             return False
-        if request.bad_words or request.params.allowed_token_ids is not None:
+        if params.logprobs is not None or answer.next_scored is not None:
+            return False  # log-probabilities come from passes, of which the one in flight may be the last
+        if request.bad_words or params.allowed_token_ids is not None:
             return False  # which may leave nothing to draw
         try:
             forced = matcher.forced()
@@ -183,6 +191,8 @@ class Bookkeeper:
             return True
         if len(forced) < MIN_FORCED:
             return False
+        if answer.log.first_token_at is None:
+            answer.log.first_token_at = time.perf_counter()
         self.admission.extend_again(answer, len(forced))
         for token_id in forced:
             answer.append(token_id)

@@ -38,6 +38,7 @@ class Scheduler:
         self._bookkeeper = Bookkeeper(cache, admission)
         self.waiting, self.running, self.retract = admission.waiting, admission.running, admission.retract
         self.process, self.fail = self._bookkeeper.process, self._bookkeeper.fail
+        self.take_forced = self._bookkeeper.take_forced
         self._arrivals = itertools.count()
         # Which answers decode and which extend: found anew after a change of the running ones, after a chunk, and
         # once a decoding answer has launched its last token.

@@ -11,7 +11,7 @@ from radixrt.output import FinishReason
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.answer import Answer, RequestLog
 from radixrt.schedule.booking import Booking
-from radixrt.schedule.masks import masks_of
+from radixrt.schedule.masks import forced_by, masks_of
 from radixrt.schedule.passes import NO_ROWS, Features, SamplingInputs
 from radixrt.schedule.request import Request
 from tests.support.forms import RuleForm, allowed_by
@@ -64,3 +64,13 @@ def test_the_draw_of_an_answer_that_has_ended_may_be_anything() -> None:
 def test_a_form_says_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="9 must not follow"):
         answer(form(7)).matcher.push(9)  # type: ignore[union-attr]
+
+
+def test_which_masks_leave_one_token() -> None:
+    """A token in any bit of any word; no row of an answer that has ended, which has every bit."""
+    rules = [{0}, {31}, {32}, {63}, {69}, {3, 4}, {3, 40}, {31, 63}]
+    answers = [answer(RuleForm(VOCAB_SIZE, lambda tokens, rule=rule: rule)) for rule in rules]  # type: ignore[misc]
+    answers.append(answer(form(7)))
+    answers[-1].log.finish_reason = FinishReason.ABORT
+    one = booking(answers, list(range(9)), list(range(9)))
+    assert forced_by(one, masks_of(one, memory)) == answers[:5]
