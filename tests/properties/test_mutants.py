@@ -1119,8 +1119,8 @@ def walk_until_it_breaks(sizes: list[Sizes], seeds: Iterable[int], actions: int,
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> None:
-    logging.getLogger("radixrt.engine.engine").setLevel(logging.CRITICAL)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("radixrt.engine.engine"), "disabled", True)
 
 
 @pytest.mark.parametrize("fault", MUTANTS, ids=lambda m: m.name)
