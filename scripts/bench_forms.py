@@ -32,9 +32,21 @@ from radixrt.sampling_params import SamplingParams
 from radixrt.schedule import booking
 from radixrt.workloads.lists import WorkloadPrompt, docqa
 
-SMALLEST_VOCABULARY = 1600  # that of the built-in model has fewer tokens, and prompts take theirs from it
+PROMPT_VOCABULARY = 1600  # ids of prompts: each tokenizer and shape has as many
 SMOLLM2_VOCABULARY = 49_152
 MOST_TOKENS = 400  # of an answer; those of the schemas end before
+COLUMNS = (
+    "shape",
+    "schemas",
+    "with, s",
+    "without, s",
+    "with / without",
+    "passes with",
+    "passes without",
+    "forced drawn, s",
+    "passes, forced drawn",
+    "masks late",
+)
 
 
 def schema(number: int) -> dict[str, Any]:
@@ -144,12 +156,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = parser.parse_args(argv)
     if given.requests < 4 or given.requests % 4:
         parser.error("--requests is not a multiple of 4")
-    prompts = docqa(questions=given.requests // 4, document_len=given.document_len, vocab_size=SMALLEST_VOCABULARY)
+    if min(given.schemas or [1]) < 1 or given.repeat < 1:
+        parser.error("--schemas and --repeat are at least 1")
+    prompts = docqa(questions=given.requests // 4, document_len=given.document_len, vocab_size=PROMPT_VOCABULARY)
     table = Table(title=f"{given.requests} answers to JSON schemas, beside as many of the same lengths without")
-    for column in ("shape", "schemas", "with, s", "without, s", "with / without", "passes", "without", "drawn, s"):
+    for column in COLUMNS:
         table.add_column(column, justify="right")
-    table.add_column("passes, drawn", justify="right")
-    table.add_column("masks late", justify="right")
     for config in given.config or ("qwen3-0.6b",):
         with tempfile.TemporaryDirectory() as folder:
             write_shape(config, Path(folder))

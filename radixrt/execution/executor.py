@@ -171,7 +171,7 @@ class Executor:
         filtered = None
         if processed is not None:
             if masks is not None:
-                arrays = {**arrays, "masks": self._masks.send(masks.size)[: masks.size].view(masks.shape)}
+                arrays = {**arrays, "masks": self._masks.send(masks.reshape(-1))[: masks.size].view(masks.shape)}
             filtered = sample_processed(logits, arrays, processed, last_token, out, impl=self._impl)
         token_ids, drawn = out
         logprobs: tuple[Tensor, ...] = ()

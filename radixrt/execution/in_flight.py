@@ -62,9 +62,7 @@ class PassTimer:
         self._on_gpu = device.type == "cuda"
         self._free: list[list[torch.cuda.Event]] = []
         self._own: list[torch.cuda.Event] = []  # of the launch at hand, or of one that raised
-        self._paused: torch.cuda.Event | None = (
-            None  # on a GPU, once there was a pause: the end of what was before
-        )
+        self._paused: torch.cuda.Event | None = None  # the end of what was before the last pause, on a GPU
         self._began = 0.0
 
     def begin(self) -> None:

@@ -65,8 +65,9 @@ class Staging:
 
     def upload(self, words: Int32Array, num_fixed: int = 0) -> Tensor:
         """A buffer on the device that begins with the words; the first `num_fixed` are in the fixed one, too."""
-        self.begin(len(words))[:] = words
-        return self.send(len(words), num_fixed)
+        begun = self.begin(len(words))
+        begun[:] = words
+        return self.send(begun, num_fixed)
 
     def begin(self, count: int) -> Int32Array:
         """The host's words to be sent next, `[count]`; what is in them is of no meaning."""
@@ -77,9 +78,10 @@ class Staging:
             self._copied[self._turn].synchronize()
         return self._words[self._turn][:count]
 
-    def send(self, count: int, num_fixed: int = 0) -> Tensor:
-        """`upload` of the words that were begun."""
-        host = self._host[self._turn]
+    def send(self, begun: Int32Array, num_fixed: int = 0) -> Tensor:
+        """`upload` of the words that `begin` returned last."""
+        assert np.may_share_memory(begun, self._words[self._turn])  # else others would be sent
+        count, host = len(begun), self._host[self._turn]
         is_long = count > len(self._fixed)
         target = self._buffer if is_long else self._fixed
         target[:count].copy_(host[:count], non_blocking=True)

@@ -95,3 +95,14 @@ def test_a_long_pass_that_no_graph_computes_leaves_the_fixed_buffer_alone(device
     fixed = staging.upload(np.arange(4, dtype=np.int32))
     staging.upload(np.full(9, 5, np.int32))
     assert sent(fixed, 4) == [0, 1, 2, 3]
+
+
+def test_words_are_filled_where_they_are_sent_from(device: torch.device) -> None:
+    staging = Staging(device, 4)
+    for count in (3, 9, 2):
+        begun = staging.begin(count)
+        begun[:] = np.arange(count) + count
+        assert sent(staging.send(begun), count) == [*range(count, 2 * count)]
+    staging.begin(2)
+    with pytest.raises(AssertionError):
+        staging.send(np.zeros(2, np.int32))

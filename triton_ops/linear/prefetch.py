@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from triton_ops.implementation import tl, triton
 
-MAX_PREFETCHED = 2**24  # bytes of weights: more leave L2 before they are read, and took a ninth longer on an H100
 _LINE: tl.constexpr = 64 if tl is None else tl.constexpr(64)  # elements of 16 bits
 
 

@@ -20,8 +20,8 @@ from triton_ops.implementation import (
     tl,
     triton,
 )
-from triton_ops.linear.prefetch import MAX_PREFETCHED, prefetch
-from triton_ops.tuning import SPLIT_K_COLUMNS, SPLIT_K_WARPS, SplitKConfig
+from triton_ops.linear.prefetch import prefetch
+from triton_ops.tuning import MAX_PREFETCHED, SPLIT_K_COLUMNS, SPLIT_K_WARPS, SplitKConfig
 
 
 def split_k_linear(x: Tensor, weight: Tensor, config: SplitKConfig, *, impl: Impl = "auto") -> Tensor:
