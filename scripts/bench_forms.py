@@ -2,8 +2,9 @@
 
 python scripts/bench_forms.py --config qwen3-0.6b --schemas 1 --schemas 512
 
-512 questions about four documents, random weights. Answers with schemas come first; those without end where they
-did. Those with schemas run once more with forced tokens drawn one by one.
+512 questions about four documents, random weights. Each run with schemas is followed by one without whose answers
+end where its own did. The list with schemas runs twice more: what forms force is always extended over, and always
+drawn token by token; otherwise that depends on how many answers run.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,11 +27,11 @@ from rich.table import Table
 from radixrt.bench.catalogue import SHAPES, write_shape
 from radixrt.bench.report import wide_console
 from radixrt.builtin import MODEL_PATH
+from radixrt.engine.engine import Engine
 from radixrt.errors import RadixrtError
 from radixrt.models.loader import model_folder
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
-from radixrt.schedule import booking
 from radixrt.workloads.lists import WorkloadPrompt, docqa
 
 PROMPT_VOCABULARY = 1600  # ids of prompts: each tokenizer and shape has as many
@@ -37,14 +39,17 @@ SMOLLM2_VOCABULARY = 49_152
 MOST_TOKENS = 400  # of an answer; those of the schemas end before
 COLUMNS = (
     "shape",
+    "requests",
     "schemas",
     "with, s",
     "without, s",
     "with / without",
     "passes with",
     "passes without",
-    "forced drawn, s",
-    "passes, forced drawn",
+    "extended, s",
+    "passes",
+    "drawn, s",
+    "passes",
     "masks late",
 )
 
@@ -101,32 +106,38 @@ def run(runtime: Runtime, prompts: Sequence[WorkloadPrompt], params: Sequence[Sa
 def measure(
     runtime: Runtime, prompts: Sequence[WorkloadPrompt], num_schemas: int, repeat: int
 ) -> dict[str, list[Run]]:
-    """Runs with schemas, without, and with schemas but forced tokens drawn; in turn, after one that warms up."""
+    """Runs with schemas, without, and with schemas but forced tokens extended over, or drawn; in turn."""
     texts = [json.dumps(schema(number)) for number in range(num_schemas)]
     formed = [
         SamplingParams(json_schema=texts[place % num_schemas], temperature=0.8, max_new_tokens=MOST_TOKENS)
         for place in range(len(prompts))
     ]
-    lengths = run(runtime, prompts, formed).lengths
-    free = [SamplingParams(temperature=0.8, max_new_tokens=count, ignore_eos=True) for count in lengths]
-    run(runtime, prompts, free)
-    found: dict[str, list[Run]] = {"with": [], "without": [], "drawn": []}
-    for _ in range(repeat):
+    run(runtime, prompts, formed)
+    found: dict[str, list[Run]] = {"with": [], "without": [], "extended": [], "drawn": []}
+    for turn in range(repeat + 1):
         found["with"].append(run(runtime, prompts, formed))
+        free = [
+            SamplingParams(temperature=0.8, max_new_tokens=count, ignore_eos=True)
+            for count in found["with"][-1].lengths
+        ]
         found["without"].append(run(runtime, prompts, free))
-        with forced_tokens_drawn():
-            found["drawn"].append(run(runtime, prompts, formed))
+        for name, most in (("extended", len(prompts)), ("drawn", 0)):
+            with extended_over(most):
+                found[name].append(run(runtime, prompts, formed))
+        if not turn:  # it warmed up
+            for runs in found.values():
+                runs.clear()
     return found
 
 
 @contextmanager
-def forced_tokens_drawn() -> Iterator[None]:
-    """As if no form forced anything."""
-    least, booking.MIN_FORCED = booking.MIN_FORCED, 10**9
+def extended_over(most: int) -> Iterator[None]:
+    """What forms force, in passes with up to so many masked draws."""
+    usual, Engine.max_forced_rows = Engine.max_forced_rows, most
     try:
         yield
     finally:
-        booking.MIN_FORCED = least
+        Engine.max_forced_rows = usual
 
 
 def tokenizer_folder(config: str) -> Path:
@@ -142,7 +153,7 @@ def tokenizer_folder(config: str) -> Path:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", action="append", choices=SHAPES, help="a shape; may be repeated (qwen3-0.6b)")
-    parser.add_argument("--requests", type=int, default=512, metavar="N", help="a multiple of 4 (512)")
+    parser.add_argument("--requests", type=int, action="append", metavar="N", help="multiples of 4 (512)")
     parser.add_argument("--schemas", type=int, action="append", metavar="N", help="different ones (1, 512)")
     parser.add_argument("--document-len", type=int, default=2048, metavar="TOKENS", help="of a document (2048)")
     parser.add_argument("--repeat", type=int, default=3, metavar="N", help="times are medians (3)")
@@ -154,12 +165,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--device", help="such as cpu or cuda:1")
     given = parser.parse_args(argv)
-    if given.requests < 4 or given.requests % 4:
+    if any(count < 4 or count % 4 for count in given.requests or ()):
         parser.error("--requests is not a multiple of 4")
     if min(given.schemas or [1]) < 1 or given.repeat < 1:
         parser.error("--schemas and --repeat are at least 1")
-    prompts = docqa(questions=given.requests // 4, document_len=given.document_len, vocab_size=PROMPT_VOCABULARY)
-    table = Table(title=f"{given.requests} answers to JSON schemas, beside as many of the same lengths without")
+    lists = [
+        docqa(questions=count // 4, document_len=given.document_len, vocab_size=PROMPT_VOCABULARY)
+        for count in given.requests or (512,)
+    ]
+    table = Table(title="Answers to JSON schemas, beside as many of the same lengths without")
     for column in COLUMNS:
         table.add_column(column, justify="right")
     for config in given.config or ("qwen3-0.6b",):
@@ -168,18 +182,23 @@ def main(argv: Sequence[str] | None = None) -> None:
             for file in (given.tokenizer or tokenizer_folder(config)).glob("tokenizer*"):
                 shutil.copy(file, folder)
             with Runtime(folder, load_format="dummy", device=given.device) as runtime:
-                for num_schemas in given.schemas or (1, 512):
+                for prompts, num_schemas in product(lists, given.schemas or (1, 512)):
                     found = measure(runtime, prompts, num_schemas, given.repeat)
                     seconds = {name: median(one.seconds for one in runs) for name, runs in found.items()}
                     last = {name: runs[-1] for name, runs in found.items()}
+                    pairs = zip(found["with"], found["without"], strict=True)
+                    ratio = median(one.seconds / other.seconds for one, other in pairs)
                     table.add_row(
                         config,
+                        str(len(prompts)),
                         str(num_schemas),
                         f"{seconds['with']:.2f}",
                         f"{seconds['without']:.2f}",
-                        f"{seconds['with'] / seconds['without']:.3f}",
+                        f"{ratio:.3f}",
                         str(last["with"].passes),
                         str(last["without"].passes),
+                        f"{seconds['extended']:.2f}",
+                        str(last["extended"].passes),
                         f"{seconds['drawn']:.2f}",
                         str(last["drawn"].passes),
                         f"{last['with'].late} of {last['with'].masked}",

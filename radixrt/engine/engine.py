@@ -7,14 +7,16 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from threading import Event
 
 from radixrt.errors import DeviceLostError, SchedulerError
 from radixrt.schedule.activity import Activity, ActivityMeter
 from radixrt.schedule.answer import Answer
 from radixrt.schedule.booking import Booking
-from radixrt.schedule.masks import forced_by, masks_of
+from radixrt.schedule.masks import PassMasks
 from radixrt.schedule.passes import Runner
 from radixrt.schedule.scheduler import Scheduler
 
@@ -29,10 +31,15 @@ class _InFlight:
 
 
 class Engine:
-    """Drives a scheduler and a runner. The calling thread does all the work, and `clock` gives its seconds.
+    """Drives a scheduler and a runner. The calling thread does all the work, but many masks are filled in another,
+    and `clock` gives its seconds.
 
     `max_in_flight` passes may be in flight while the next one is planned; with 0 the device waits for the host.
     """
+
+    # Masked draws of a pass. With more, nearly each pass has one that is forced, and an extend makes it longer:
+    # nothing is gained by that, and masks are filled while the next pass is planned instead.
+    max_forced_rows = 4
 
     def __init__(
         self,
@@ -47,6 +54,8 @@ class Engine:
         self.submit_all = scheduler.submit_all
         self._max_in_flight = max_in_flight
         self._in_flight: deque[_InFlight] = deque()
+        self._filler: ThreadPoolExecutor | None = None  # made by the first form
+        self._filling: tuple[PassMasks, Future[None]] | None = None  # of the one pass in flight
         self._meter = ActivityMeter(clock)
         self.is_cut = False  # a step has ended in its middle
         self.is_lost = False  # because the device was lost
@@ -93,12 +102,13 @@ class Engine:
         for aborted in aborts:
             ended += [answer for answer in aborted.family if self.scheduler.abort(answer)]
         booking = self.scheduler.next_pass()
+        self._end_filling()
         if booking is not None:
             self._in_flight.append(self._launch(booking))
             if booking.pass_.sampling.masked is not None:  # it waits for the tokens of all passes before
                 while len(self._in_flight) > 1:
                     ended += self._collect(self._in_flight.popleft())
-                ended += self._draw_masked()
+                ended += self._begin_draws()
         if self._in_flight and (booking is None or len(self._in_flight) > self._max_in_flight):
             ended += self._collect(self._in_flight.popleft())
         self._meter.end_step()
@@ -116,22 +126,46 @@ class Engine:
             self._check_device(error, booking, "could not be launched")
             return _InFlight(booking, error=error)
 
-    def _draw_masked(self) -> list[Answer]:
-        """Start the draws of the one pass in flight, which has masked ones. Returns the answers that ended by what
-        their forms force.
+    def _begin_draws(self) -> list[Answer]:
+        """Fill the masks of the one pass in flight and start its draws; or let another thread fill them while the
+        next pass is planned. Returns the answers that ended by what their forms force.
         """
         (flight,) = self._in_flight
         if flight.error is not None:
             return []
         try:
-            draw = partial(self.runner.draw_masked, flight.handle)
-            masks = masks_of(flight.booking, self.runner.mask_memory)
-            self._meter.in_runner(draw, masks)
+            masks = PassMasks(flight.booking, self.runner.mask_memory)
+            if len(masks) > self.max_forced_rows and self._max_in_flight:
+                if self._filler is None:
+                    self._filler = ThreadPoolExecutor(1, thread_name_prefix="radixrt-masks")
+                begun = Event()
+                self._filling = masks, self._filler.submit(_fill, masks, begun)
+                begun.wait()  # or the other thread would only run when this one waits for it
+                return []
+            masks.fill()
+            self._draw(masks)
         except Exception as error:
-            self._check_device(error, flight.booking, "could not be drawn from")
-            self._in_flight[0] = _InFlight(flight.booking, error=error)
+            self._fail_draws(error)
             return []
-        return self.scheduler.take_forced(forced_by(flight.booking, masks))
+        return self.scheduler.take_forced(masks.forced())
+
+    def _end_filling(self) -> None:
+        """Start the draws for which another thread fills masks, if there are any."""
+        if self._filling is not None:
+            (masks, filled), self._filling = self._filling, None
+            try:
+                filled.result()
+                self._draw(masks)
+            except Exception as error:
+                self._fail_draws(error)
+
+    def _draw(self, masks: PassMasks) -> None:
+        self._meter.in_runner(partial(self.runner.draw_masked, self._in_flight[0].handle), masks.masks)
+
+    def _fail_draws(self, error: Exception) -> None:
+        booking = self._in_flight[0].booking
+        self._check_device(error, booking, "could not be drawn from")
+        self._in_flight[0] = _InFlight(booking, error=error)
 
     def _collect(self, flight: _InFlight) -> list[Answer]:
         error = flight.error
@@ -159,3 +193,8 @@ class Engine:
                 # C++ destructor and end the process.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
             raise
+
+
+def _fill(masks: PassMasks, begun: Event) -> None:
+    begun.set()
+    masks.fill()

@@ -59,8 +59,8 @@ class FormCompiler:
         self._kept_bytes = 0
         self._verdicts: dict[_Key, Verdict] = {}
 
-    def compile(self, asked: AskedForm, stop_ids: frozenset[int]) -> KnownForm:
-        """The form of answers that these tokens end. Raises FormError."""
+    def compile(self, asked: AskedForm, stop_ids: frozenset[int], num_answers: int = 1) -> KnownForm:
+        """The form of some answers, that these tokens end. Raises FormError."""
         reasons: list[str] = []
         with self._lock:
             for engine in _engines(asked):
@@ -71,7 +71,7 @@ class FormCompiler:
                 if (verdict := self._verdict(key, asked)).reason is None:
                     drawable = frozenset(token for token in stop_ids if token < self._vocabulary.size)
                     ends = Ends(drawable, frozenset(self._tokens.eos_tokens))
-                    made = self._compiled(key, asked, verdict.size)
+                    made = self._compiled(key, asked, verdict.size + len(asked.text), num_answers)
                     kind = LlguidanceForm if engine == LLGUIDANCE else XgrammarForm
                     return kind(made, ends, self._vocabulary.size)
                 reasons.append(f"{engine}: {verdict.reason}")
@@ -87,6 +87,11 @@ class FormCompiler:
     def num_kept(self) -> int:
         """Compiled forms that are kept."""
         return len(self._kept)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What these take, as far as trials tell."""
+        return self._kept_bytes
 
     @cached_property
     def _tokens(self) -> Any:
@@ -108,19 +113,20 @@ class FormCompiler:
             self._verdicts[key] = verdict
         return self._verdicts[key]
 
-    def _compiled(self, key: _Key, asked: AskedForm, size: int) -> Any:
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key][0]
+    def _compiled(self, key: _Key, asked: AskedForm, size: int, num_answers: int) -> Any:
+        """A form of `size` bytes, or as many times that as it has beginnings."""
+        made, kept_size = self._kept.pop(key, (None, 0))
+        self._kept_bytes -= kept_size
         try:
             if key[0] == LLGUIDANCE:
-                made = compiled(self._tokens, asked.kind, asked.text, self._vocabulary.drops_blank)
+                made = made or compiled(self._tokens, asked.kind, asked.text, self._vocabulary.drops_blank)
+                made.expect(num_answers)
+                size *= len(made.made)
             else:
-                made = xgrammar_grammar(self._xgrammar, asked.kind, asked.text)
+                made = made or xgrammar_grammar(self._xgrammar, asked.kind, asked.text)
         except Refusal as error:  # where the limits of a run are lower than those of the trial
             raise FormError(f"the {asked.kind} cannot be compiled: {_one_line(str(error))}") from error
-        size += len(asked.text)
-        self._kept[key] = (made, size)
+        self._kept[key] = (made, size)  # the last one
         self._kept_bytes += size
         while len(self._kept) > 1 and (
             len(self._kept) > self._max_kept or self._kept_bytes > self._max_kept_bytes

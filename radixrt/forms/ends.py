@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from radixrt.arrays import Int32Array
 from radixrt.forms.matcher import WORD_BITS
@@ -15,6 +16,11 @@ class Ends:
 
     wanted: frozenset[int]
     known: frozenset[int]  # to the engine, not empty
+
+    @cached_property
+    def is_known(self) -> bool:
+        """Whether the engine sets what is wanted."""
+        return self.wanted == self.known
 
     def allows(self, mask: Int32Array) -> bool:
         """Whether a mask `[W]` of the engine lets the answer end."""
@@ -31,7 +37,7 @@ class Ends:
 
         Without any, what the engine knows stays where nothing else may follow, so that there is a token to draw.
         """
-        if self.wanted == self.known or not self.allows(mask) or (not self.wanted and self.is_alone(mask)):
+        if self.is_known or not self.allows(mask) or (not self.wanted and self.is_alone(mask)):
             return
         _clear(mask, self.known)
         for token in self.wanted:

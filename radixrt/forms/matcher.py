@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from radixrt.arrays import Int32Array
@@ -40,6 +40,11 @@ class Form(Protocol):
 
     def matcher(self) -> Matcher:
         """A matcher at the beginning of an answer."""
+
+    def push_each(self, matchers: Sequence[Matcher], token_ids: Sequence[int]) -> list[Exception | None]:
+        """Push the next token of each answer, which may take less time than one by one. Returns what pushing it
+        raised, or None. Matchers are those of any forms of the same kind.
+        """
 
     def fill(self, matchers: Mapping[int, Matcher], masks: Int32Array) -> None:
         """Fill rows of `masks` `[M, mask_words(vocab_size)]` with the tokens that may come next: by each row, the

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,17 @@ class XgrammarForm:
         from xgrammar import GrammarMatcher
 
         return XgrammarMatcher(GrammarMatcher(self._grammar), self._ends, self.vocab_size)
+
+    def push_each(self, matchers: Sequence[Any], token_ids: Sequence[int]) -> list[Exception | None]:
+        """See `Form`; matchers are of this kind."""
+        raised: list[Exception | None] = []
+        for matcher, token_id in zip(matchers, token_ids, strict=True):
+            try:
+                matcher.push(token_id)
+                raised.append(None)
+            except ValueError as error:
+                raised.append(error)
+        return raised
 
     def fill(self, matchers: Mapping[int, Any], masks: Int32Array) -> None:
         """See `Form`; matchers are of this kind."""

@@ -298,7 +298,7 @@ class RequestBuilder:
                 if self.tokenizer is None:
                     raise FormError(f"{asked.kind} needs a tokenizer, and the model's folder has none")
                 self._forms = form_compiler(_vocabulary(self.tokenizer, self.config))
-        return self._forms.compile(asked, stop_ids)
+        return self._forms.compile(asked, stop_ids, params.n)
 
     def _spelled(self, word: str | tuple[int, ...]) -> list[tuple[int, ...]]:
         """A bad word as token ids; a string both as it begins a text and as it follows a blank."""

@@ -62,6 +62,7 @@ class LogitsProcessors:
     stops_from: int
     bad_words: tuple[BadWords, BadWords]  # for histories whose last token is known, and is not
     end: int  # position from which on nothing is changed
+    has_lists: bool  # `processor_arrays` has something of it, at some position
     has_form: bool = False  # all of its draws are masked
 
     @classmethod
@@ -69,9 +70,11 @@ class LogitsProcessors:
         """None if all tokens are drawn from the model's own logits, and nobody wants to know from what."""
         params, words = request.params, request.bad_words
         stops_from = request.prompt_len + params.min_new_tokens if request.stop_ids else 0
-        is_endless = params.has_penalties or bool(params.logit_bias) or params.allowed_token_ids is not None
-        is_endless = is_endless or request.form is not None
-        end = NEVER if is_endless or words or params.wants_processed_logprobs else stops_from
+        has_lists = (
+            params.has_penalties or bool(params.logit_bias or words) or params.allowed_token_ids is not None
+        )
+        is_endless = has_lists or request.form is not None or params.wants_processed_logprobs
+        end = NEVER if is_endless else stops_from
         if end <= request.prompt_len:
             return None
         return cls(
@@ -84,6 +87,7 @@ class LogitsProcessors:
             stops_from=stops_from,
             bad_words=(BadWords.of(words, False), BadWords.of(words, True)),
             end=end,
+            has_lists=has_lists or stops_from > request.prompt_len,
             has_form=request.form is not None,
         )
 

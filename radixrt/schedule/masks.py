@@ -2,53 +2,62 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 
 import numpy as np
 
 from radixrt.arrays import Int32Array
-from radixrt.forms.matcher import Matcher, mask_words
+from radixrt.forms.matcher import Form, Matcher, mask_words
 from radixrt.schedule.answer import Answer
 from radixrt.schedule.booking import Booking
 
+_FIRST_WORDS = 64  # of a mask: those of a vocabulary's commonest tokens
 
-def masks_of(booking: Booking, memory: Callable[[int, int], Int32Array]) -> Int32Array:
-    """The masks `[M, ceil(vocab_size / 32)]` of a pass with masked draws, once all passes before it are booked; in
-    `memory` of that shape, which may hold anything.
+
+class PassMasks:
+    """The masks of a pass with masked draws, once all passes before it are booked.
 
     Each of the first tokens of a prompt's n answers begins the form. An answer that has ended has no use for its
     draw: that may be anything.
+
+    Attributes:
+        answers: of each masked draw.
+        masks: `[M, ceil(vocab_size / 32)]`, in `memory` of that shape, which may hold anything until `fill`.
     """
-    answers = _masked_answers(booking)
-    forms = [answer.request.form for answer in answers]
-    vocab_size = max(form.vocab_size for form in forms if form is not None)
-    masks = memory(len(answers), mask_words(vocab_size))
-    by_kind = defaultdict[type, dict[int, Matcher]](dict)
-    for place, (answer, form) in enumerate(zip(answers, forms, strict=True)):
-        if answer.finished or (matcher := answer.matcher) is None:
-            masks[place] = -1
-        else:
-            by_kind[type(form)][place] = matcher
-    for matchers in by_kind.values():
-        form = forms[next(iter(matchers))]
-        assert form is not None
-        form.fill(matchers, masks)
-    return masks
 
+    def __init__(self, booking: Booking, memory: Callable[[int, int], Int32Array]) -> None:
+        sampling = booking.pass_.sampling
+        assert sampling.masked is not None
+        self.answers = [booking.answers[row] for row in sampling.logits_rows[sampling.masked].tolist()]
+        self._by_kind: dict[type, tuple[Form, dict[int, Matcher]]] = {}
+        self._unused: list[int] = []
+        vocab_size = 0
+        for place, answer in enumerate(self.answers):
+            form, matcher = answer.request.form, answer.matcher
+            assert form is not None
+            assert matcher is not None
+            vocab_size = max(vocab_size, form.vocab_size)
+            if answer.finished:
+                self._unused.append(place)
+            else:
+                self._by_kind.setdefault(type(form), (form, {}))[1][place] = matcher
+        self.masks = memory(len(self.answers), mask_words(vocab_size))
 
-def forced_by(booking: Booking, masks: Int32Array) -> list[Answer]:
-    """The answers of a pass for whose draws its `masks` leave one token."""
-    answers, forced = _masked_answers(booking), []
-    for place in np.flatnonzero(np.count_nonzero(masks, axis=1) == 1).tolist():
-        words = masks[place].view(np.uint32)
-        if int(words.max()).bit_count() == 1:
-            forced.append(answers[place])
-    return forced
+    def __len__(self) -> int:
+        return len(self.answers)
 
+    def fill(self) -> None:
+        """Fill the masks, by what is booked now; another thread may do that while the next pass is planned."""
+        self.masks[self._unused] = -1
+        for form, matchers in self._by_kind.values():
+            form.fill(matchers, self.masks)
 
-def _masked_answers(booking: Booking) -> list[Answer]:
-    """Of each masked draw of a pass."""
-    sampling = booking.pass_.sampling
-    assert sampling.masked is not None
-    return [booking.answers[row] for row in sampling.logits_rows[sampling.masked].tolist()]
+    def forced(self) -> list[Answer]:
+        """The answers for whose draws the filled masks leave one token."""
+        few = np.count_nonzero(self.masks[:, :_FIRST_WORDS], axis=1) <= 1  # of most masks it takes no more to see
+        forced = []
+        for place in np.flatnonzero(few).tolist():
+            words = self.masks[place].view(np.uint32)
+            if np.count_nonzero(words) == 1 and int(words.max()).bit_count() == 1:
+                forced.append(self.answers[place])
+        return forced

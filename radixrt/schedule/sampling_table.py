@@ -30,6 +30,7 @@ class SamplingTable:
         }
         self._num_top = np.full(size, NO_LOGPROBS, dtype=np.int32)
         self._wants_processed = np.zeros(size, dtype=bool)  # log-probabilities
+        self._has_form, self._has_lists = np.zeros((2, size), dtype=bool)  # processors with a mask, with more
         self._processors_end = np.zeros(size, dtype=np.int64)
         self._processors: dict[int, LogitsProcessors] = {}
 
@@ -49,6 +50,7 @@ class SamplingTable:
         self._processors_end[row] = 0 if processors is None else processors.end
         if processors is not None:
             self._processors[row] = processors
+            self._has_form[row], self._has_lists[row] = processors.has_form, processors.has_lists
 
     def prepare(
         self, answers: Sequence[Answer], rows_of_pass: Int32Array, seq_lens: Int32Array, num_samples: Int32Array
@@ -77,14 +79,16 @@ class SamplingTable:
                 places = np.searchsorted(own["logprob_rows"], at[filtered])
                 own |= {"filtered_rows": filtered, "filtered_logprobs": places.astype(np.int32)}
             processed, drawn = self._draws(rows[at], positions[at], samples[at])
-            draws = []
-            for i in at.tolist():
-                row, position, known = int(rows[i]), int(positions[i]), answers[logits_rows[i]].tokens()
-                draws.append(ProcessedDraw(self._processors[row], row, position, known))
-            own |= {PROCESSED + name: array for name, array in drawn.items()} | processor_arrays(draws)
-            if of_forms := [x for x, draw in enumerate(draws) if draw.processors.has_form]:
-                own["masked_rows"] = np.array(of_forms, dtype=np.int32)
-                masked = at[of_forms].astype(np.int32)
+            own |= {PROCESSED + name: array for name, array in drawn.items()}
+            if self._has_lists.take(rows[at]).any():
+                draws = []
+                for i in at.tolist():
+                    row, position, known = int(rows[i]), int(positions[i]), answers[logits_rows[i]].tokens()
+                    draws.append(ProcessedDraw(self._processors[row], row, position, known))
+                own |= processor_arrays(draws)
+            of_forms = np.flatnonzero(self._has_form.take(rows[at])).astype(np.int32)
+            if len(of_forms):
+                own["masked_rows"], masked = of_forms, at[of_forms].astype(np.int32)
             # These rows are drawn again from their processed logits: greedy draws are the cheapest here.
             rows = np.where(is_processed, np.int32(self._neutral_row), rows)
         features, plain = self._draws(rows, positions, samples)

@@ -20,6 +20,7 @@ from radixrt.errors import FormError, ParameterError
 from radixrt.forms import compiler as compiler_module
 from radixrt.forms import trial
 from radixrt.forms.compiler import FormCompiler
+from radixrt.forms.llguidance_form import ANSWERS_EACH
 from radixrt.forms.schema_keywords import llguidance_refusal, misread_pattern, xgrammar_refusal
 from radixrt.forms.trial import Trials
 from radixrt.forms.vocabulary import Vocabulary
@@ -171,6 +172,22 @@ def test_equal_forms_are_compiled_once(vocabulary: Vocabulary, monkeypatch: pyte
     assert small.num_kept == 1
     for each in (compiler, small):
         each.close()
+
+
+@NEEDS_LLGUIDANCE
+def test_a_form_of_many_answers_begins_several_times(vocabulary: Vocabulary) -> None:
+    """Threads wait for one another at copies of the same beginning."""
+    asked = AskedForm("choice", '["yes", "no"]')
+    compiler = FormCompiler(vocabulary)
+    lanes = {compiler.compile(asked, ENDS).matcher().lane for _ in range(ANSWERS_EACH)}
+    size = compiler.kept_bytes
+    assert lanes == {0}
+    form = compiler.compile(asked, ENDS, num_answers=2 * ANSWERS_EACH)  # with those before
+    assert sorted(form.matcher().lane for _ in range(6)) == [0, 0, 1, 1, 2, 2]
+    assert (compiler.num_kept, compiler.kept_bytes) == (1, 3 * size)
+    most = len({compiler.compile(asked, ENDS, num_answers=10**6).matcher().lane for _ in range(200)})
+    assert most == 4 * min(16, os.cpu_count() or 1)
+    compiler.close()
 
 
 @NEEDS_LLGUIDANCE

@@ -231,6 +231,32 @@ def test_tokens_that_end_an_answer(subject: Subject, engine: Any) -> None:
             matcher.push(a)
 
 
+@pytest.mark.parametrize("engine", ["llguidance", "xgrammar"])
+def test_tokens_of_many_answers(subject: Subject, engine: Any) -> None:
+    """Pushed together as one by one; what one must not take is told, and is nobody else's."""
+    if engine == "xgrammar" and not HAS_XGRAMMAR:
+        pytest.skip("xgrammar is not installed")
+    forms = [
+        subject.compiler.compile(AskedForm("regex", text, engine), subject.ends) for text in ("a*", "[ab]{2}")
+    ]
+    pieces = [subject.tokenizer.piece(i) for i in range(1600)]
+    a, b, end = pieces.index("a"), pieces.index("b"), max(subject.ends)
+    matchers = [forms[place % 2].matcher() for place in range(6)]
+    assert forms[0].push_each(matchers, [a, a, end, a, a, b]) == [None] * 6
+    told = forms[1].push_each(matchers, [a, b, a, end, b, a])
+    assert [str(error).partition(":")[0] for error in told] == [
+        "None",
+        "None",
+        f"token {a} follows the end of the answer",
+        f"token {end} is not taken by the form",
+        f"token {b} is not taken by the form",
+        "None",
+    ]
+    assert [matcher.is_complete for matcher in matchers] == [False, True, True, False, False, True]
+    assert set(allowed(forms[0], matchers[0])) >= {a, end}
+    assert forms[0].push_each([], []) == []
+
+
 def test_masks_of_many_answers(subject: Subject) -> None:
     """They go into their rows, whatever form each has."""
     forms = [subject.compiler.compile(AskedForm("choice", text), subject.ends) for text in ('["aa"]', '["b","c"]')]

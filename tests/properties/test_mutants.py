@@ -22,7 +22,6 @@ from radixrt.cache.host_tier import HostTier
 from radixrt.cache.pending_match import PendingMatch
 from radixrt.cache.prefix_cache import Lease, Loan, PrefixCache
 from radixrt.cache.radix_tree import DEVICE, HOST, LeafQueue, Match, Namespace, Node, RadixTree
-from radixrt.engine import engine
 from radixrt.engine.driver import Driver
 from radixrt.engine.engine import Engine
 from radixrt.errors import SchedulerError
@@ -35,6 +34,7 @@ from radixrt.schedule import admission, booking, policy, scheduler
 from radixrt.schedule.admission import Admission
 from radixrt.schedule.answer import Answer
 from radixrt.schedule.booking import Bookkeeper
+from radixrt.schedule.masks import PassMasks
 from radixrt.schedule.passes import Pass, PassResult
 from radixrt.schedule.policy import OutputEstimate, SchedulePolicy, SchedulerConfig
 from radixrt.schedule.request import Request
@@ -705,19 +705,18 @@ def take_what_follows_a_wrong_draft(patch: pytest.MonkeyPatch) -> None:
 @mutant("12:", sizes=FORM_SIZES)
 def mask_one_token_late(patch: pytest.MonkeyPatch) -> None:
     """A pass is not waited for before the masks of the next one are filled."""
-    masks_of = engine.masks_of
+    fill = PassMasks.fill
 
-    def late(booking: booking.Booking, memory: Any) -> np.ndarray:
-        matchers = [answer.matcher for answer in booking.answers]
+    def late(self: PassMasks) -> None:
+        matchers = [answer.matcher for answer in self.answers]
         known = [(one, one.tokens[:]) for one in matchers if isinstance(one, RuleMatcher) and one.tokens]
         for matcher, tokens in known:
             matcher.tokens = tokens[:-1]
-        masks = masks_of(booking, memory)
+        fill(self)
         for matcher, tokens in known:
             matcher.tokens = tokens
-        return masks
 
-    patch.setattr(engine, "masks_of", late)
+    patch.setattr(PassMasks, "fill", late)
 
 
 @mutant("12:", sizes=FORM_SIZES)
@@ -732,7 +731,7 @@ def book_answers_with_a_form_like_others(patch: pytest.MonkeyPatch) -> None:
 
     def alike(self: RequestTable, row: int, request: Request, tokens: np.ndarray) -> None:
         begin(self, row, request, tokens)
-        self.is_special[row] &= request.form is None or request.params.logprobs is not None
+        self.has_form[row] = False
 
     patch.setattr(RequestTable, "begin", alike)
 
@@ -740,8 +739,18 @@ def book_answers_with_a_form_like_others(patch: pytest.MonkeyPatch) -> None:
 @mutant("12:", "19:", sizes=FORM_SIZES)
 def give_masks_to_others(patch: pytest.MonkeyPatch) -> None:
     """The first mask is the last draw's."""
-    masks_of = engine.masks_of
-    patch.setattr(engine, "masks_of", lambda *given: np.roll(masks_of(*given), 1, axis=0))
+    draw = Engine._draw
+
+    def rolled(self: Engine, masks: PassMasks) -> None:
+        masks.masks = np.roll(masks.masks, 1, axis=0)
+        draw(self, masks)
+
+    patch.setattr(Engine, "_draw", rolled)
+
+
+@mutant("19:", sizes=[replace(one, max_forced_rows=0) for one in FORM_SIZES])
+def leave_masks_to_the_thread_that_fills_them(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Engine, "_end_filling", lambda self: None)
 
 
 @mutant("6:", "8:", "12:", sizes=FORM_SIZES)

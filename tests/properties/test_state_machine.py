@@ -347,11 +347,12 @@ def test_random_walk(seed: int, host_slots: int) -> None:
     world.drain()
 
 
-@pytest.mark.long_unless(kept=lambda given: given["seed"] < 2)
+@pytest.mark.long_unless(kept=lambda given: given["seed"] < 3)
 @pytest.mark.parametrize("seed", range(8))
 def test_random_walk_with_forms(seed: int) -> None:
     sizes = Sizes(num_slots=48, num_rows=6, max_running=4, chunk=5, drops=True, forms=True)
-    world = World(replace(sizes, max_in_flight=int(seed % 3 > 0), host_slots=24 if seed % 4 == 3 else 0))
+    sizes = replace(sizes, max_in_flight=int(seed % 3 > 0), max_forced_rows=(64, 0, 1, 64)[seed % 4])
+    world = World(replace(sizes, host_slots=24 if seed % 4 == 3 else 0))
     walk = Walk(world, seed, faults=1 + seed % 2)
     for _ in range(100):
         walk.act()

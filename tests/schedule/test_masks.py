@@ -11,7 +11,7 @@ from radixrt.output import FinishReason
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.answer import Answer, RequestLog
 from radixrt.schedule.booking import Booking
-from radixrt.schedule.masks import forced_by, masks_of
+from radixrt.schedule.masks import PassMasks
 from radixrt.schedule.passes import NO_ROWS, Features, SamplingInputs
 from radixrt.schedule.request import Request
 from tests.support.forms import RuleForm, allowed_by
@@ -43,12 +43,18 @@ def memory(num_masks: int, num_words: int) -> np.ndarray:
     return np.full((num_masks, num_words), 0x5A5A5A5A, np.int32)
 
 
+def filled(booking: Booking) -> PassMasks:
+    masks = PassMasks(booking, memory)
+    masks.fill()
+    return masks
+
+
 def test_each_draw_has_the_mask_of_its_answer() -> None:
     """Several draws of one answer have the same; those of answers without a form have none."""
     answers = [answer(None), answer(form(7)), answer(form(69, 33, kind=OtherForm)), answer(form(8))]
     for token in (0, 1):
         answers[3].matcher.push(token)  # type: ignore[union-attr]
-    masks = masks_of(booking(answers, [0, 1, 1, 2, 3], [1, 2, 3, 4]), memory)
+    masks = filled(booking(answers, [0, 1, 1, 2, 3], [1, 2, 3, 4])).masks
     assert masks.shape == (4, 3)
     assert [allowed_by(mask, VOCAB_SIZE) for mask in masks] == [[0, 7], [0, 7], [0, 33, 69], [2, 8]]
 
@@ -56,7 +62,7 @@ def test_each_draw_has_the_mask_of_its_answer() -> None:
 def test_the_draw_of_an_answer_that_has_ended_may_be_anything() -> None:
     answers = [answer(form(7)), answer(form(8))]
     answers[0].log.finish_reason = FinishReason.ABORT
-    masks = masks_of(booking(answers, [0, 1], [0, 1]), memory)
+    masks = filled(booking(answers, [0, 1], [0, 1])).masks
     assert allowed_by(masks[0], VOCAB_SIZE) == list(range(VOCAB_SIZE))
     assert allowed_by(masks[1], VOCAB_SIZE) == [0, 8]
 
@@ -73,4 +79,4 @@ def test_which_masks_leave_one_token() -> None:
     answers.append(answer(form(7)))
     answers[-1].log.finish_reason = FinishReason.ABORT
     one = booking(answers, list(range(9)), list(range(9)))
-    assert forced_by(one, masks_of(one, memory)) == answers[:5]
+    assert filled(one).forced() == answers[:5]

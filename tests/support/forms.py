@@ -43,6 +43,16 @@ class RuleForm:
     def matcher(self) -> RuleMatcher:
         return RuleMatcher(self)
 
+    def push_each(self, matchers: Sequence[Matcher], token_ids: Sequence[int]) -> list[Exception | None]:
+        raised: list[Exception | None] = []
+        for matcher, token_id in zip(matchers, token_ids, strict=True):
+            try:
+                matcher.push(token_id)
+                raised.append(None)
+            except Exception as error:
+                raised.append(error)
+        return raised
+
     def fill(self, matchers: Mapping[int, Matcher], masks: np.ndarray) -> None:
         for row, matcher in matchers.items():
             assert isinstance(matcher, RuleMatcher)

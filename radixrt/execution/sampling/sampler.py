@@ -51,8 +51,7 @@ def sample_processed(
     log-probabilities; None if there are none. A greedy row's is what its token is the likeliest of.
     """
     rows = arrays["processed_rows"]
-    # float32 whatever the changes are, as some need it: a row's numbers do not depend on the rows beside it.
-    own = logits.index_select(0, rows).float()
+    own = logits if len(rows) == len(logits) else logits.index_select(0, rows)  # changes that need float32 make it
     if "penalty_ids" in arrays:
         ids = arrays["penalty_ids"]
         own = apply_penalties(
@@ -99,6 +98,7 @@ def _filtered(own: Tensor, rows: Tensor, parameters: Arrays, impl: Impl) -> Tens
     if len(rows) < len(own):
         own = own.index_select(0, rows)
         shaping = {name: array.index_select(0, rows) for name, array in shaping.items()}
+    own = own.float()
     return filtered_logits(own, **shaping, impl=impl) if shaping else own
 
 

@@ -218,11 +218,14 @@ class SimulatedRunner:
             self.booking, snapshots, lines, self.transfers_started, self.fail_run, poisoned, self.verifies
         )
         self.fail_run = self.poison_next = False
-        waits = [one for one in self.in_flight if one.batch.sampling.masked is not None and one.masks is None]
+        waits = any(map(self.waits_for_masks, self.in_flight))
         self._require("19: no pass overtakes one that waits for masks", not waits)
         self.queue.append(flight)
         self.in_flight.append(flight)
         return flight
+
+    def waits_for_masks(self, flight: SimulatedPass) -> bool:
+        return flight.batch.sampling.masked is not None and flight.masks is None
 
     def mask_memory(self, num_masks: int, num_words: int) -> np.ndarray:
         return np.full((num_masks, num_words), 0x5A5A5A5A, np.int32)

@@ -85,7 +85,7 @@ class Walk:
         elif action < 0.40:
             if world.runner.transfers and r.random() < 0.5:
                 world.runner.transfer_next()
-            elif world.runner.queue:
+            elif world.runner.queue and not world.runner.waits_for_masks(world.runner.queue[0]):
                 world.runner.run_next()
         elif action < 0.45:
             alive = [q for q in world.answers if not q.finished]

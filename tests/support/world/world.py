@@ -50,6 +50,7 @@ class Sizes:
     enabled: bool = True
     force_miss: bool = False
     max_in_flight: int = 1
+    max_forced_rows: int = Engine.max_forced_rows
     drafts: bool = False  # decodes verify drafts; only if none is in flight meanwhile
     families: bool = False  # walks submit prompts that begin with one another, together
     drops: bool = False  # some requests say how little of them later ones need
@@ -110,6 +111,7 @@ class World:
         self.scheduler = Scheduler(self.cache, config)
         self.runner = SimulatedRunner(self.rows, s.num_slots, s.host_slots, s.chunk, max_samples)
         self.engine = Engine(self.scheduler, self.runner, max_in_flight=s.max_in_flight)
+        self.engine.max_forced_rows = s.max_forced_rows
         self.answers: list[Answer] = []
         self.events: Counter[str] = Counter()
         self.first_match: dict[int, int] = {}
