@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, get_args
@@ -82,7 +83,7 @@ def choices(name: str, value: object) -> tuple[str, ...]:
         if not isinstance(choice, str) or not choice:
             raise ParameterError(f"{name} holds {short(repr(choice))}; it must be a string that is not empty")
     if len(set(value)) < len(value):
-        twice = next(choice for choice in value if list(value).count(choice) > 1)
+        ((twice, _),) = Counter(value).most_common(1)
         raise ParameterError(f"{name} holds {short(repr(twice))} twice")
     _check_text(name, "".join(value))
     return tuple(value)

@@ -180,6 +180,21 @@ def test_a_mask_that_cannot_be_filled_costs_its_pass_alone(folder: Path) -> None
     assert_formed(after.token_ids)
 
 
+def test_a_form_that_cannot_take_tokens_costs_nobody_else(folder: Path) -> None:
+    class Failing(RuleForm):
+        def push_each(self, matchers: Sequence[Any], token_ids: Sequence[int]) -> list[Exception | None]:
+            raise RuntimeError("no token for this")
+
+    with runtime_of(folder) as runtime:
+        form = Failing(VOCAB_SIZE, lambda tokens: {9, 10})
+        bad, beside = generate(runtime, PROMPTS[:2], GREEDY, {0: form})
+        (after,) = generate(runtime, PROMPTS[2:3], GREEDY, {0: STEPS})
+    assert bad.finish_reason is FinishReason.ERROR
+    assert "no token for this" in str(bad.error)
+    assert beside.finish_reason is FinishReason.LENGTH
+    assert_formed(after.token_ids)
+
+
 def test_a_form_that_cannot_say_what_it_forces_costs_nobody_else(folder: Path) -> None:
     def failing(tokens: Sequence[int]) -> set[int]:
         if len(tokens) == 2:

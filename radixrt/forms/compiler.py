@@ -34,6 +34,7 @@ MAX_KEPT = 4096  # compiled forms
 MAX_KEPT_BYTES = 2**29
 _MAX_VERDICTS = 2**16
 _MAX_REASON = 300  # characters
+_MAX_SHARE = 16  # of `max_kept_bytes`, of one form with several beginnings: a 16th
 
 KnownForm = LlguidanceForm | XgrammarForm
 _Key = tuple[str, str, bytes]  # engine, kind, and hash of the text
@@ -120,7 +121,8 @@ class FormCompiler:
         try:
             if key[0] == LLGUIDANCE:
                 made = made or compiled(self._tokens, asked.kind, asked.text, self._vocabulary.drops_blank)
-                made.expect(num_answers)
+                # A form that takes much memory takes long to compile, too: all of its beginnings have a share.
+                made.expect(num_answers, self._max_kept_bytes // _MAX_SHARE // max(1, size))
                 size *= len(made.made)
             else:
                 made = made or xgrammar_grammar(self._xgrammar, asked.kind, asked.text)

@@ -31,10 +31,10 @@ class Beginnings:
         self._make = make
         self._num_answers, self._turns = 0, count()
 
-    def expect(self, num_answers: int) -> None:
-        """So many answers more are to have the form: make what they need."""
+    def expect(self, num_answers: int, most: int) -> None:
+        """So many answers more are to have the form: make what they need, up to `most` in all."""
         self._num_answers += num_answers
-        while len(self.made) < min(_MAX_EACH_THREAD * _num_threads(), self._num_answers // ANSWERS_EACH):
+        while len(self.made) < min(most, _MAX_EACH_THREAD * _num_threads(), self._num_answers // ANSWERS_EACH):
             self.made.append(self._make())
 
     def copy(self) -> tuple[int, Any]:

@@ -70,7 +70,7 @@ class XgrammarForm:
             try:
                 matcher.push(token_id)
                 raised.append(None)
-            except ValueError as error:
+            except Exception as error:  # of any kind, from C++: it is one answer's
                 raised.append(error)
         return raised
 

@@ -82,8 +82,9 @@ def asked_model(given: dict[str, Any]) -> str:
 def sampling_values(url: str, given: dict[str, Any]) -> dict[str, Any]:
     """The parameters of a body, `given` without what is null, as of SamplingParams. Raises ParameterError."""
     if not given.keys() <= _KNOWN[url]:
-        unknown = [with_nearest(short(name), _KNOWN[url]) for name in given if name not in _KNOWN[url]]
-        raise ParameterError(f"unknown parameter {', '.join(unknown[:5])} for {url}")
+        unknown = [name for name in given if name not in _KNOWN[url]][:5]
+        told = ", ".join(with_nearest(short(name), _KNOWN[url]) for name in unknown)
+        raise ParameterError(f"unknown parameter {told} for {url}")
     for name, value in given.items():
         harmless = None if url == CHAT and name in _OF_CHATS else _ONLY.get(name)
         if harmless is None or any(value == one and kind(value) == kind(one) for one in harmless):

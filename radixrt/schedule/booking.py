@@ -227,7 +227,11 @@ def _pushed(answers: Sequence[Answer], rows: Int32Array, token_ids: Int32Array) 
         in_rows, matchers, tokens = zip(*pushed, strict=True)
         form = answers[in_rows[0]].request.form
         assert form is not None
-        for row, matcher, error in zip(in_rows, matchers, form.push_each(matchers, tokens), strict=True):
+        try:
+            errors = form.push_each(matchers, tokens)
+        except Exception as raised:  # how far they have come is not known
+            errors = [raised] * len(matchers)
+        for row, matcher, error in zip(in_rows, matchers, errors, strict=True):
             try:
                 if error is not None or matcher.is_complete:
                     ended[row] = error

@@ -187,7 +187,10 @@ def test_a_form_of_many_answers_begins_several_times(vocabulary: Vocabulary) -> 
     assert (compiler.num_kept, compiler.kept_bytes) == (1, 3 * size)
     most = len({compiler.compile(asked, ENDS, num_answers=10**6).matcher().lane for _ in range(200)})
     assert most == 4 * min(16, os.cpu_count() or 1)
-    compiler.close()
+    small = FormCompiler(vocabulary, max_kept_bytes=16 * size - 1)  # a form that takes much begins once
+    assert {small.compile(asked, ENDS, num_answers=10**6).matcher().lane for _ in range(9)} == {0}
+    for each in (compiler, small):
+        each.close()
 
 
 @NEEDS_LLGUIDANCE

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from typing import NoReturn
 
 from radixrt.checks import short
@@ -69,8 +70,8 @@ def _finite(text: str) -> float:
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"key {short(repr(max(keys, key=keys.count)))} appears twice")
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"key {short(repr(key))} appears twice")
     return value
 
 
