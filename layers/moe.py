@@ -8,10 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from layers.linear import Linear
-from layers.place import Place
+from layers.place import LeftPlain, Place
 from layers.placement import Layer, Placement
-from layers.quantization import plain_places
+from layers.quantization import Quantization, Scales, held_places, plain_places
 from triton_ops.activations.silu_and_mul import silu_and_mul
+from triton_ops.implementation import cdiv
+from triton_ops.kv.e4m3 import E4M3
+from triton_ops.linear.e4m3_linear import BLOCK
+from triton_ops.moe.e4m3 import ScaledE4M3
 from triton_ops.moe.moe import Activation, Matrices, moe
 from triton_ops.moe.mxfp4 import BYTES, GROUP, Mxfp4
 from triton_ops.moe.topk_softmax import topk_softmax
@@ -34,13 +38,32 @@ class Mxfp4Matrices(nn.Module):
         return Mxfp4(self.blocks, self.scales)
 
 
+class E4M3Matrices(nn.Module):
+    """A matrix `[size, inner]` of each expert in e4m3: see `ScaledE4M3`."""
+
+    def __init__(self, num_experts: int, size: int, inner: int, placement: Placement, *, by_blocks: bool) -> None:
+        super().__init__()
+        scales = (cdiv(size, BLOCK), cdiv(inner, BLOCK)) if by_blocks else (size,)
+        self.values = placement.parameter(num_experts, size, inner, dtype=E4M3)
+        self.scale = placement.parameter(num_experts, *scales, dtype=torch.float32)
+
+    @property
+    def value(self) -> ScaledE4M3:
+        """As `moe` takes them."""
+        return ScaledE4M3(self.values, self.scale)
+
+
+Stack = nn.Parameter | Mxfp4Matrices | E4M3Matrices
+
+
 class SparseMoE(Layer):
     """Each token passes through the `top_k` of `num_experts` feed-forward layers that a router chooses.
 
     `renormalize` makes a token's weights sum to 1. `bias`: the router and all projections have biases.
-    `activation` is of an expert's gate | up; `mxfp4`: the experts' matrices stay in four bits. `names` are the
-    names of an expert's gate, up and down projections in a checkpoint. A `router` of its own is for families that
-    override `route`.
+    `activation` is of an expert's gate | up; `mxfp4`: the experts' matrices stay in four bits. Where weights are
+    held in e4m3, so are theirs, unless blocks of gate and up would not lie on those of their stack, or, by
+    `hold_plain`, a checkpoint leaves some of them as they are. `names` are the names of an expert's gate, up and
+    down projections in a checkpoint. A `router` of its own is for families that override `route`.
     """
 
     def __init__(
@@ -61,16 +84,21 @@ class SparseMoE(Layer):
         super().__init__()
         self.top_k, self.renormalize, self.activation = top_k, renormalize, activation
         self.names, self.impl, self.deterministic = names, placement.impl, placement.deterministic
-        self.quantization = placement.quantization
+        self.quantization, self._placement = placement.quantization, placement
         self.shape = num_experts, hidden_size, intermediate_size
         self.router = router or Linear(hidden_size, num_experts, bias=bias, placement=placement.unquantised())
-        self.gate_up, self.down = (
-            Mxfp4Matrices(*shape, placement) if mxfp4 else placement.parameter(*shape)
-            for shape in (
-                (num_experts, 2 * intermediate_size, hidden_size),
-                (num_experts, hidden_size, intermediate_size),
-            )
-        )
+        by_blocks = self.quantization is not None and self.quantization.scales is Scales.BLOCK
+        in_e4m3 = placement.holds_quantised and fit_e4m3(intermediate_size, self.quantization)
+
+        def stack(size: int, inner: int) -> Stack:
+            if mxfp4:
+                return Mxfp4Matrices(num_experts, size, inner, placement)
+            if in_e4m3:
+                return E4M3Matrices(num_experts, size, inner, placement, by_blocks=by_blocks)
+            return placement.parameter(num_experts, size, inner)
+
+        self.gate_up: Stack = stack(2 * intermediate_size, hidden_size)
+        self.down: Stack = stack(hidden_size, intermediate_size)
         self.gate_up_bias = placement.parameter(num_experts, 2 * intermediate_size) if bias else None
         self.down_bias = placement.parameter(num_experts, hidden_size) if bias else None
 
@@ -95,9 +123,17 @@ class SparseMoE(Layer):
         """Weights float32 and experts int64 `[num_tokens, top_k]`, as `moe` takes them."""
         return topk_softmax(self.router(x), self.top_k, renormalize=self.renormalize, impl=self.impl)
 
+    def hold_plain(self) -> None:
+        """Hold the experts in the model's dtype. They are not filled any more."""
+        num_experts, hidden_size, intermediate_size = self.shape
+        self.gate_up = self._placement.parameter(num_experts, 2 * intermediate_size, hidden_size)
+        self.down = self._placement.parameter(num_experts, hidden_size, intermediate_size)
+
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
-        """As `Layer.checkpoint_tensors`, of the router, then expert by expert: held in the model's dtype."""
+        """As `Layer.checkpoint_tensors`, of the router, then expert by expert."""
         yield from self.router.checkpoint_tensors(f"{name}.gate")
+        if isinstance(self.gate_up, E4M3Matrices) and isinstance(self.down, E4M3Matrices):
+            yield from self._e4m3_places(name, self.gate_up, self.down)
         for kind, stacks in self._stacks():
             for expert, (gate_up, down) in enumerate(zip(*stacks, strict=True)):
                 for part, tensor in zip(self.names, (*gate_up.chunk(2), down), strict=True):
@@ -107,8 +143,20 @@ class SparseMoE(Layer):
                     else:
                         yield f"{own}.{kind}", tensor
 
+    def _e4m3_places(self, name: str, gate_up: E4M3Matrices, down: E4M3Matrices) -> Iterator[tuple[str, Place]]:
+        assert self.quantization is not None
+        for expert in range(self.shape[0]):
+            values = *gate_up.values[expert].chunk(2), down.values[expert]
+            scales = *gate_up.scale[expert].chunk(2), down.scale[expert]
+            for part, codes, scale in zip(self.names, values, scales, strict=True):
+                own = f"{name}.experts.{expert}.{part}"
+                if self.quantization.ignores(own):
+                    yield f"{own}.weight", LeftPlain(codes.shape, self._placement.dtype, codes.copy_, self)
+                else:
+                    yield from held_places(own, codes, scale, self.quantization)
+
     def _stacks(self) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-        """Of gate | up and of down, what all experts have, by its name in a checkpoint."""
+        """Of gate | up and of down, what all experts have, by its name in a checkpoint; not what is in e4m3."""
         both = _parameters(self.gate_up), _parameters(self.down)
         for kind in both[0]:
             yield kind, (both[0][kind], both[1][kind])
@@ -116,9 +164,18 @@ class SparseMoE(Layer):
             yield "bias", (self.gate_up_bias, self.down_bias)
 
 
-def _matrices(stack: nn.Parameter | Mxfp4Matrices) -> Matrices:
+def fit_e4m3(intermediate_size: int, quantization: Quantization | None) -> bool:
+    """Whether experts of that size can be held in e4m3, in a model that may be quantised otherwise or not."""
+    if quantization is None:
+        return True
+    return quantization.words is None and not (quantization.scales is Scales.BLOCK and intermediate_size % BLOCK)
+
+
+def _matrices(stack: Stack) -> Matrices:
     return stack if isinstance(stack, nn.Parameter) else stack.value
 
 
-def _parameters(stack: nn.Parameter | Mxfp4Matrices) -> dict[str, nn.Parameter]:
+def _parameters(stack: Stack) -> dict[str, nn.Parameter]:
+    if isinstance(stack, E4M3Matrices):
+        return {}
     return {"weight": stack} if isinstance(stack, nn.Parameter) else dict(stack.named_parameters())

@@ -28,6 +28,13 @@ class Place(Protocol):
         """Take the stored tensor, which is on the CPU."""
 
 
+class Holder(Protocol):
+    """What holds weights in fewer bits than the model's dtype has."""
+
+    def hold_plain(self) -> None:
+        """Hold them in the model's dtype. They are not filled any more."""
+
+
 @dataclass(frozen=True)
 class Filled:
     """A `Place` that gives what it takes to `fill`."""
@@ -38,3 +45,10 @@ class Filled:
 
     def copy_(self, source: Tensor, /) -> None:
         self.fill(source)
+
+
+@dataclass(frozen=True)
+class LeftPlain(Filled):
+    """The place of a part that its checkpoint leaves as it is, while its `holder` holds fewer bits."""
+
+    holder: Holder

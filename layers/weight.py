@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from layers.int4_places import held_int4_places
-from layers.place import Filled, Place
+from layers.place import LeftPlain, Place
 from layers.placement import Placement
 from layers.products import Product
 from layers.quantization import Scales, held_places, plain_places, rounded_place
@@ -122,10 +121,3 @@ class Weight(nn.Module):
             yield f"{name}.weight", rounded_place(values)
         else:
             yield from plain_places(name, values, self.quantization)
-
-
-@dataclass(frozen=True)
-class LeftPlain(Filled):
-    """The place of a part that its checkpoint leaves as it is, while the `weight` is held in fewer bits."""
-
-    weight: Weight

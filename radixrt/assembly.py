@@ -259,7 +259,7 @@ def _log_quantization(decoder: Decoder, quantization: Quantization) -> None:
     weights = [module for module in decoder.modules() if isinstance(module, Weight)]
     held = sum(weight.shape.numel() for weight in weights if weight.scale is not None)
     placement, mixtures = decoder.placement, [one for one in decoder.modules() if isinstance(one, SparseMoE)]
-    experts = any(isinstance(one.gate_up, nn.Parameter) for one in mixtures)  # else they are in 4 bits
+    experts = any(isinstance(one.gate_up, nn.Parameter) for one in mixtures)  # else they are quantised
     numbers, in_int4 = quantization.numbers, quantization.words is not None
     if not placement.holds_quantised:
         needs = "float16 or bfloat16" if in_int4 else f"a GPU of compute capability {FIRST_CAPABILITY / 10}"

@@ -502,7 +502,15 @@ _LARGE_EXPERT_TILE = ExpertConfig(128, 256, 64, 8, 3)  # too large for the share
 
 @lru_cache(maxsize=4096)
 def expert_config(
-    gpu: GPU, rows: int, num_tiles: int, size: int, inner: int, dtype: torch.dtype, *, mxfp4: bool = False
+    gpu: GPU,
+    rows: int,
+    num_tiles: int,
+    size: int,
+    inner: int,
+    dtype: torch.dtype,
+    *,
+    mxfp4: bool = False,
+    blocks: bool = False,
 ) -> ExpertConfig:
     """For about `num_tiles` tiles of `rows` (see `expert_rows`) times matrices `[size, inner]`. Where there are
     too few programs for all multiprocessors, they have fewer columns each.
@@ -512,7 +520,13 @@ def expert_config(
     if mxfp4 or dtype == torch.float32:
         columns, depth = min(largest[:2]), min(128 // dtype.itemsize, largest[2])
         return ExpertConfig(rows, columns, depth, num_warps=8 if rows == 128 else 4)
-    tile = _LARGE_EXPERT_TILE if rows == 128 and gpu.has_wgmma else _EXPERT_TILES[rows]
+    if dtype == torch.float8_e4m3fn:
+        # As scales of blocks and groups have it. Sums beside those of a tensor core need registers of their own.
+        tile = replace(_EXPERT_TILES[rows], depth=128, num_stages=3, num_warps=4 if rows <= 32 else 8)
+        if blocks and rows == 128:
+            tile = replace(tile, columns=64)
+    else:
+        tile = _LARGE_EXPERT_TILE if rows == 128 and gpu.has_wgmma else _EXPERT_TILES[rows]
     columns = tile.columns
     if rows <= 32 and num_tiles * cdiv(size, columns) < 4 * gpu.num_sms:
         columns = 32

@@ -29,6 +29,10 @@ class GptOssConfig(MixtureConfig):
     mxfp4: bool
 
     @property
+    def experts_fit_e4m3(self) -> bool:
+        return not self.mxfp4 and super().experts_fit_e4m3
+
+    @property
     def bytes_of_expert_weights(self) -> float | None:
         return (BYTES + 1) / GROUP if self.mxfp4 else None
 

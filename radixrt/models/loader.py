@@ -15,10 +15,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from layers.norm import RMSNorm
-from layers.place import Place
+from layers.place import LeftPlain, Place
 from layers.placement import Placement
 from layers.quantization import Quantization, Scales
-from layers.weight import LeftPlain
 from radixrt.errors import ModelError
 from radixrt.files.model_files import unusable_file
 from radixrt.models import gguf_file
@@ -239,9 +238,9 @@ def _quantization(config: ModelConfig, asked: str | None, *, is_dummy: bool) -> 
 
 def _hold_plain(model: Decoder) -> None:
     """Hold in the model's dtype what its checkpoint does not quantise."""
-    left = {place.weight for _, place in model.checkpoint_tensors() if isinstance(place, LeftPlain)}
-    for weight in left:
-        weight.hold_plain()
+    left = {id(one.holder): one.holder for _, one in model.checkpoint_tensors() if isinstance(one, LeftPlain)}
+    for holder in left.values():
+        holder.hold_plain()
 
 
 def multiplies_quantised(

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from layers.moe import SparseMoE
+from layers.moe import SparseMoE, fit_e4m3
 from radixrt.errors import ModelError
 from radixrt.models.config import ModelConfig
 from radixrt.models.decoder import Block, Decoder
@@ -50,6 +50,11 @@ class MixtureConfig(ModelConfig):
     def size_of_all(self) -> int:
         """The intermediate size of what all tokens go through beside their experts."""
         return 0
+
+    @property
+    def experts_fit_e4m3(self) -> bool:
+        """Whether experts are held in e4m3 where other layers are."""
+        return fit_e4m3(self.expert_size, self.quantization)
 
     @property
     def bytes_of_expert_weights(self) -> float | None:

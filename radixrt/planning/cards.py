@@ -25,14 +25,16 @@ PASS_SECONDS = 0.9e-3, 3.2e-3
 def shape_of(config: ModelConfig, *, in_e4m3: bool = False, in_int4: bool = False) -> ModelShape:
     """The sizes of a model that determine the cost of a token.
 
-    `in_e4m3`, `in_int4`: whether the weights of layers are held in e4m3, or in 4 bits; experts never are.
+    `in_e4m3`, `in_int4`: whether the weights of layers are held in e4m3, or in 4 bits; of experts never in these.
     """
     from radixrt.models.mixtral import MixtureConfig  # torch
 
     size, experts = config.intermediate_size, None
     if isinstance(config, MixtureConfig):
         size = config.size_of_all
-        experts = Experts(config.num_experts, config.top_k, config.expert_size, config.bytes_of_expert_weights)
+        own = in_e4m3 and config.experts_fit_e4m3
+        sizes = config.num_experts, config.top_k, config.expert_size
+        experts = Experts(*sizes, config.bytes_of_expert_weights, in_e4m3=own)
     return ModelShape(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,

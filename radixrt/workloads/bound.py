@@ -34,13 +34,15 @@ _INT4_GROUP = 128  # weights in 4 bits that share a scale and a zero, of a byte
 class Experts:
     """The mixture in each layer: a token goes through `chosen` of `count` experts of an intermediate `size`.
 
-    `bytes_per_weight`: of theirs; None: as of other values.
+    `bytes_per_weight`: of theirs; None: as of other values. `in_e4m3`: they take a byte each, and products are of
+    e4m3.
     """
 
     count: int
     chosen: int
     size: int
     bytes_per_weight: float | None = None
+    in_e4m3: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,8 @@ class ModelShape:
 
     @property
     def _bytes_of_an_expert(self) -> float:
+        if self.experts is not None and self.experts.in_e4m3:
+            return self._weights_of_an_expert
         own = None if self.experts is None else self.experts.bytes_per_weight
         return self._weights_of_an_expert * (self.bytes_per_value if own is None else own)
 
@@ -114,8 +118,10 @@ class ModelShape:
         """Operations of a token's products with the layers' weights, 2 a weight. Of e4m3 two count as one: GPUs
         that have such products do twice as many of them as of bf16, by published figures.
         """
-        of_experts = 0 if self.experts is None else 2 * self.experts.chosen * self._weights_of_an_expert
-        return (1 if self.layers_in_e4m3 else 2) * self.layer_weights + of_experts
+        ops = (1 if self.layers_in_e4m3 else 2) * self.layer_weights
+        if self.experts is not None:
+            ops += (1 if self.experts.in_e4m3 else 2) * self.experts.chosen * self._weights_of_an_expert
+        return ops
 
     @property
     def weight_ops(self) -> int:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from layers.linear import Linear
+from layers.moe import E4M3Matrices, SparseMoE
 from layers.placement import Placement
 from layers.quantization import Quantization, Scales
 from layers.weight import Weight
@@ -30,6 +31,7 @@ from tests.support.interpreter import require_interpreter
 from tests.support.quantised_checkpoints import FORMATS, SHAPE, compressed_config, fp8_config, write
 from triton_ops.kv.e4m3 import E4M3
 from triton_ops.linear.e4m3_linear import dequantised_weight, quantise_rows, quantised_weight
+from triton_ops.moe.moe import moe
 
 llama = partial(checkpoints.llama, **SHAPE)
 
@@ -166,12 +168,80 @@ def test_half_the_bytes(tmp_path: Path, holding: dict[str, Any]) -> None:
     assert 0.5 < num_bytes(quantization="fp8") / num_bytes() < 0.52
 
 
-def test_experts_and_routers_stay_in_the_dtype_of_the_model(tmp_path: Path, holding: dict[str, Any]) -> None:
-    write(checkpoints.mixtral(), tmp_path, "compressed channels")
-    held, _ = load_model(tmp_path, **holding)
-    feed_forward = held.blocks[0].feed_forward
-    assert feed_forward.router.weight.values.dtype == feed_forward.gate_up.dtype == torch.float32
-    assert held.blocks[0].attention.qkv.weight.values.dtype == E4M3
+def experts_of(model: Decoder) -> list[SparseMoE]:
+    return [layer for layer in model.modules() if isinstance(layer, SparseMoE)]
+
+
+EXPERTS = {
+    "blocks": (partial(checkpoints.qwen3_moe, hidden_size=256, moe_intermediate_size=128), "fp8 blocks"),
+    "channels": (checkpoints.mixtral, "compressed channels"),
+    "tensors": (checkpoints.mixtral, "fp8 tensors"),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_are_held_as_they_are_stored(name: str, tmp_path: Path, holding: dict[str, Any]) -> None:
+    """And their router in the model's dtype."""
+    make, form = EXPERTS[name]
+    write(make(), tmp_path, form)
+    held, config = load_model(tmp_path, **holding)
+    plain, _ = load_model(tmp_path, **{**holding, "impl": "torch"})
+    assert experts_of(held)
+    for ours, theirs in zip(experts_of(held), experts_of(plain), strict=True):
+        assert ours.router.weight.values.dtype == torch.float32
+        for stack, expected in ((ours.gate_up, theirs.gate_up), (ours.down, theirs.down)):
+            assert isinstance(stack, E4M3Matrices)
+            for expert in range(len(expected)):
+                assert torch.equal(stack.value[expert].dequantised(torch.float32), expected[expert])
+    layer = experts_of(held)[0]
+    x = torch.randn(9, layer.shape[1], generator=torch.Generator().manual_seed(0)).to(holding["device"])
+    matrices = layer.gate_up.value, layer.down.value  # type: ignore[union-attr]
+    expected = moe(x, *layer.route(x), *matrices, impl="torch")
+    assert (layer(x) - expected).norm() < 0.01 * expected.norm()
+    assert len(Session(held, config).run((1, prompt(9, 1), 0))) == 1
+
+
+def leave_plain(folder: Path, end: str) -> None:
+    """Let a checkpoint in channels not have quantised the weights whose names end so."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in [one for one in tensors if one.endswith(end)]:
+            scale = tensors.pop(f"{name}_scale")
+            tensors[name] = tensors[name].float() * scale
+
+    edit_weights(folder, change)
+    file = folder / "config.json"
+    ignored = compressed_config(ignore=["lm_head", f"re:.*{end.removesuffix('.weight')}$"])
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": ignored}))
+
+
+def test_experts_whose_blocks_are_cut_or_that_are_left_as_they_are(
+    tmp_path: Path, holding: dict[str, Any]
+) -> None:
+    """Then all of a layer's are held in the model's dtype."""
+    write(checkpoints.qwen3_moe(hidden_size=256, moe_intermediate_size=200), tmp_path / "cut", "fp8 blocks")
+    write(checkpoints.mixtral(), tmp_path / "left", "compressed channels")
+    expected, _ = load_model(tmp_path / "left", **{**holding, "impl": "torch"})
+    leave_plain(tmp_path / "left", "block_sparse_moe.experts.1.w2.weight")
+    for folder in ("cut", "left"):
+        model, _ = load_model(tmp_path / folder, **holding)
+        for layer in experts_of(model):
+            assert layer.gate_up.dtype == layer.down.dtype == torch.float32
+        assert model.blocks[0].attention.output.weight.values.dtype == E4M3
+    for ours, theirs in zip(experts_of(model), experts_of(expected), strict=True):
+        assert torch.equal(ours.down, theirs.down)
+
+
+def test_experts_quantised_as_they_are_loaded(tmp_path: Path, holding: dict[str, Any]) -> None:
+    checkpoints.write(checkpoints.mixtral(), tmp_path)
+    plain, _ = load_model(tmp_path, device=holding["device"], dtype="float32")
+    held, _ = load_model(tmp_path, quantization="fp8", **holding)
+    for ours, theirs in zip(experts_of(held), experts_of(plain), strict=True):
+        for stack, expected in ((ours.gate_up, theirs.gate_up), (ours.down, theirs.down)):
+            for expert in range(len(expected)):
+                codes, scale = quantised_weight(expected[expert], blocks=False)
+                assert torch.equal(stack.values[expert].float(), codes.float())
+                assert torch.equal(stack.scale[expert], scale)
 
 
 def test_other_weights_in_place(tmp_path: Path, holding: dict[str, Any]) -> None:

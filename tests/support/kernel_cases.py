@@ -30,7 +30,7 @@ from triton_ops.attention.plan import AttentionPlan, ExtendPlan, SharedItems
 from triton_ops.attention.shared import shared_rows
 from triton_ops.attention.soft_cap import soft_cap
 from triton_ops.attention.training import attention_with_grad
-from triton_ops.implementation import GPU, gpu_of, has_gluon
+from triton_ops.implementation import GPU, cdiv, gpu_of, has_gluon
 from triton_ops.kv.e4m3 import E4M3, FIRST_CAPABILITY
 from triton_ops.kv.kv_copy import kv_copy
 from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, qk_norm_rope_store
@@ -41,8 +41,9 @@ from triton_ops.linear.gated_linear import gated_linear
 from triton_ops.linear.int4_linear import dequantized_int4, int4_linear
 from triton_ops.linear.ordered_linear import ordered_linear
 from triton_ops.linear.split_k_linear import split_k_linear
+from triton_ops.moe.e4m3 import ScaledE4M3
 from triton_ops.moe.expert_tiles import expert_tiles
-from triton_ops.moe.moe import moe
+from triton_ops.moe.moe import Matrices, moe
 from triton_ops.moe.mxfp4 import GROUP, Mxfp4
 from triton_ops.moe.topk_sigmoid import topk_sigmoid
 from triton_ops.moe.topk_softmax import topk_softmax
@@ -104,6 +105,7 @@ def kernel_cases() -> Iterator[KernelCase]:
     yield from _int4_cases()
     yield from _e4m3_cases()
     yield from _expert_cases()
+    yield from _e4m3_expert_cases()
     yield from _sampling_cases()
     yield from _kv_copy_cases()
     yield from _row_table_cases()
@@ -623,13 +625,19 @@ class ExpertShape:
     dtype: torch.dtype
     has_bias: bool = False
     is_mxfp4: bool = False
+    blocks: bool | None = None  # in e4m3, with scales of blocks or of rows; None: not in e4m3
 
     def __str__(self) -> str:
         sizes = f"{self.top_k} of {self.num_experts} experts, {self.hidden_size} x {self.inner_size}"
         own = ", bias" * self.has_bias + ", MXFP4" * self.is_mxfp4
+        own += {None: "", False: ", e4m3", True: ", e4m3 in blocks"}[self.blocks]
         return f"{self.num_tokens} tokens, {sizes}, {SHORT_NAMES[self.dtype]}{own}"
 
-    def _matrices(self, size: int, inner: int) -> Tensor | Mxfp4:
+    def _matrices(self, size: int, inner: int) -> Matrices:
+        if self.blocks is not None:
+            scales = (size, inner) if not self.blocks else (cdiv(size, 128), cdiv(inner, 128))
+            scale = torch.empty(self.num_experts, *scales[: 1 + self.blocks])
+            return ScaledE4M3(torch.empty(self.num_experts, size, inner, dtype=E4M3), scale)
         shape = self.num_experts, size, inner // GROUP
         if self.is_mxfp4:
             return Mxfp4(*(torch.empty(sizes, dtype=torch.uint8) for sizes in ((*shape, GROUP // 2), shape)))
@@ -667,6 +675,17 @@ class ExpertShape:
         logits = torch.empty(self.num_tokens, self.num_experts)
         correction = torch.empty(self.num_experts)
         topk_sigmoid(logits, correction, self.top_k, renormalize=renormalize, factor=2.5, impl="triton")
+
+
+def _e4m3_expert_cases() -> Iterator[KernelCase]:
+    """Qwen3-MoE's, and of sizes that are multiples of nothing."""
+    for blocks in (False, True):
+        for sizes in ((128, 8, 2048, 768), (5, 3, 264, 136)):
+            for num_tokens in (1, 64, 512, 1024, 4096):
+                shape = ExpertShape(num_tokens, *sizes, torch.bfloat16, blocks=blocks)
+                few = sizes[0] == 128 and num_tokens in (64, 4096)
+                wgmma = num_tokens * shape.top_k >= 64 * shape.num_experts
+                yield KernelCase(moe, str(shape), shape.moe, few, wgmma, min_capability=FIRST_CAPABILITY)
 
 
 def _expert_cases() -> Iterator[KernelCase]:

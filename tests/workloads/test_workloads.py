@@ -267,6 +267,9 @@ def test_shape_of_a_mixture() -> None:
     in_4_bits = replace(MIXTURE, experts=replace(MIXTURE.experts, bytes_per_weight=0.5), layers_in_e4m3=True)
     assert in_4_bits.weight_bytes == 42 + 2 * 10 + 4 * 30 / 2
     assert in_4_bits.layer_ops == 42 + 2 * 2 * 30
+    in_e4m3 = replace(MIXTURE, experts=replace(MIXTURE.experts, in_e4m3=True), layers_in_e4m3=True)
+    assert in_e4m3.weight_bytes == 42 + 2 * 10 + 4 * 30
+    assert in_e4m3.layer_ops == 42 + 2 * 30
 
 
 def test_bound_of_a_prefill() -> None:

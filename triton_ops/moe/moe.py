@@ -23,14 +23,16 @@ from triton_ops.implementation import (
     tl,
     triton,
 )
+from triton_ops.linear.e4m3_linear import e4m3_linear, quantise_rows
 from triton_ops.linear.ordered_linear import ordered_linear
+from triton_ops.moe.e4m3 import ScaledE4M3
 from triton_ops.moe.expert_tiles import expert_tiles
 from triton_ops.moe.mxfp4 import GROUP, Mxfp4, dequantised_tile
 from triton_ops.tuning import ELEMENTWISE, MAX_PART_TOKENS, MAX_PARTS, expert_config, expert_rows
 
 # From gate | up `[..., 2 * size]` to `[..., size]`, with `deterministic` and `impl` as `silu_and_mul` has them.
 Activation = Callable[..., Tensor]
-Matrices = Tensor | Mxfp4
+Matrices = Tensor | Mxfp4 | ScaledE4M3
 # Of the activations that the first product's kernel computes itself; others are launches of their own.
 _GATES: dict[Activation, str] = {silu_and_mul: "silu", clamped_swiglu: "clamped"}
 _Weights = tuple[Matrices, Tensor | None]  # of all experts, and their biases
@@ -56,9 +58,10 @@ def moe(
         x: `[num_tokens, hidden_size]`, any float dtype.
         weights: float32 `[num_tokens, top_k]`.
         experts: int64 `[num_tokens, top_k]`, each below `num_experts`, no two of a token's the same.
-        gate_up: `[num_experts, 2 * intermediate_size, hidden_size]` in x's dtype or MXFP4: gate over up.
+        gate_up: `[num_experts, 2 * intermediate_size, hidden_size]` in x's dtype, MXFP4 or e4m3: gate over up.
         down: `[num_experts, hidden_size, intermediate_size]`, likewise. Results of MXFP4 are those of the same
-            matrices dequantised to x's dtype, which all of them never are at once.
+            matrices dequantised to x's dtype, which all of them never are at once. For those of e4m3 x and the
+            activation are quantised by `quantise_rows`, in groups where blocks have scales.
         gate_up_bias, down_bias: `[num_experts, 2 * intermediate_size]` and `[num_experts, hidden_size]` in x's
             dtype, added before a product is rounded; None: none.
         activation: of gate | up, in both forms; SwiGLU's by default.
@@ -99,6 +102,11 @@ def moe_reference(
     x, out = x.double(), torch.zeros_like(x, dtype=torch.float64)
 
     def product(row: Tensor, matrices: Matrices, biases: Tensor | None, expert: int) -> Tensor:
+        if isinstance(matrices, ScaledE4M3):
+            codes, scale = quantise_rows(row.unsqueeze(0), groups=matrices.by_blocks, impl="torch")
+            row = (
+                codes[0].double() * scale[0].repeat_interleave(128 if matrices.by_blocks else len(row))[: len(row)]
+            )
         result = _matrix(matrices, expert, torch.float64).double() @ row
         return result if biases is None else result + biases[expert].double()
 
@@ -119,7 +127,14 @@ def _moe_fast_cpu(
 ) -> Tensor:
     """Expert by expert, the rows of each together."""
     (gate_up, gate_up_bias), (down, down_bias) = matrices
-    product = partial(ordered_linear, impl="torch") if deterministic else linear
+    plain = partial(ordered_linear, impl="torch") if deterministic else linear
+
+    def product(rows: Tensor, matrices: Matrices, biases: Tensor | None, expert: int) -> Tensor:
+        bias = None if biases is None else biases[expert]
+        if isinstance(matrices, ScaledE4M3):
+            return e4m3_linear(rows, matrices.values[expert], matrices.scale[expert], bias, impl="torch")
+        return plain(rows, _matrix(matrices, expert, rows.dtype), bias)
+
     top_k = experts.shape[1]
     parts = x.new_empty(experts.numel(), x.shape[1])
     order = experts.flatten().argsort(stable=True)  # token and choice, by expert
@@ -127,9 +142,9 @@ def _moe_fast_cpu(
     for expert, chosen in enumerate(torch.split(order, counts.tolist())):
         if chosen.shape[0] == 0:
             continue
-        gated = product(x[chosen // top_k], _matrix(gate_up, expert, x.dtype), _of(gate_up_bias, expert))
+        gated = product(x[chosen // top_k], gate_up, gate_up_bias, expert)
         activated = activation(gated, deterministic=deterministic, impl="torch")
-        parts[chosen] = product(activated, _matrix(down, expert, x.dtype), _of(down_bias, expert))
+        parts[chosen] = product(activated, down, down_bias, expert)
     # One choice after the other: a token's sum does not depend on which of its experts came first.
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for part, weight in zip(parts.view(-1, top_k, x.shape[1]).unbind(1), weights.unbind(1), strict=True):
@@ -139,11 +154,7 @@ def _moe_fast_cpu(
 
 def _matrix(matrices: Matrices, expert: int, dtype: torch.dtype) -> Tensor:
     matrix = matrices[expert]
-    return matrix.dequantised(dtype) if isinstance(matrix, Mxfp4) else matrix
-
-
-def _of(biases: Tensor | None, expert: int) -> Tensor | None:
-    return None if biases is None else biases[expert]
+    return matrix if isinstance(matrix, Tensor) else matrix.dequantised(dtype)
 
 
 def _launch(
@@ -165,7 +176,7 @@ def _launch(
     ):
         if given is not None and (given.shape != shape or not given.is_contiguous()):
             raise ValueError(f"{name} must be contiguous {[*shape]}, but is {[*given.shape]}")
-    dtypes = [x.dtype if isinstance(given, Mxfp4) else given.dtype for given in (gate_up, down)]
+    dtypes = [given.dtype if isinstance(given, Tensor) else x.dtype for given in (gate_up, down)]
     if dtypes != [x.dtype] * 2:
         raise ValueError(f"x, gate_up and down are {x.dtype}, {dtypes[0]} and {dtypes[1]}")
     x, weights = x.contiguous(), weights.contiguous()
@@ -176,9 +187,12 @@ def _launch(
     # An expert's rows, each of them a token and one of its choices, are cut into tiles.
     num_choices = experts.numel()
     mxfp4 = isinstance(gate_up, Mxfp4) or isinstance(down, Mxfp4)
+    gpu = gpu_of(x.device)
+    e4m3 = isinstance(gate_up, ScaledE4M3)
+    if e4m3 is not isinstance(down, ScaledE4M3):
+        raise ValueError(f"gate_up and down are {type(gate_up).__name__} and {type(down).__name__}")
     tile_rows = expert_rows(num_choices, num_experts, x.dtype, mxfp4=mxfp4)
     order, tiles = expert_tiles(experts, num_experts, tile_rows, impl="triton")
-    gpu = gpu_of(x.device)
     early = gpu.overlaps_launches
 
     def product(
@@ -190,13 +204,19 @@ def _launch(
         _, size, inner = matrices.shape
         columns = size // 2 if gate else size
         shape = (top_k, num_tokens, columns) if to == "part" else (num_choices, columns)
-        result = torch.empty(shape, dtype=torch.float32 if to == "part" else a.dtype, device=a.device)
+        result = torch.empty(shape, dtype=torch.float32 if to == "part" else x.dtype, device=x.device)
         num_tiles = min(num_choices, num_experts)
-        is_mxfp4 = isinstance(matrices, Mxfp4)
-        config = expert_config(gpu, tile_rows, num_tiles, size, inner, a.dtype, mxfp4=is_mxfp4)
-        numbers, scales = (matrices.blocks, matrices.scales) if isinstance(matrices, Mxfp4) else (matrices, None)
+        is_mxfp4, a_scales, by = isinstance(matrices, Mxfp4), None, ""
+        if isinstance(matrices, ScaledE4M3):
+            by = "block" if matrices.by_blocks else "row"
+            a, a_scales = quantise_rows(a, groups=matrices.by_blocks, impl="triton")
+        config = expert_config(
+            gpu, tile_rows, num_tiles, size, inner, a.dtype, mxfp4=is_mxfp4, blocks=by == "block"
+        )
+        numbers, scales = _parts_of(matrices)
         _expert_product_kernel[(len(tiles) * cdiv(size, config.columns),)](
             a,
+            a_scales,
             numbers,
             scales,
             biases,
@@ -210,7 +230,8 @@ def _launch(
             GATE=gate,
             TO=to,
             HAS_BIAS=biases is not None,
-            GROUP=0 if scales is None else GROUP,
+            E4M3_BY=by,
+            GROUP=GROUP if is_mxfp4 else 0,
             SIZE=size,
             INNER=inner,
             ROWS=config.rows,
@@ -245,9 +266,17 @@ def _launch(
     return out
 
 
+def _parts_of(matrices: Matrices) -> tuple[Tensor, Tensor | None]:
+    """Numbers and scales."""
+    if isinstance(matrices, Mxfp4):
+        return matrices.blocks, matrices.scales
+    return (matrices.values, matrices.scale) if isinstance(matrices, ScaledE4M3) else (matrices, None)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _expert_product_kernel(
     a_ptr,
+    a_scales_ptr,
     matrices_ptr,
     scales_ptr,
     biases_ptr,
@@ -261,6 +290,7 @@ def _expert_product_kernel(
     GATE: tl.constexpr,
     TO: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    E4M3_BY: tl.constexpr,
     GROUP: tl.constexpr,
     SIZE: tl.constexpr,
     INNER: tl.constexpr,
@@ -273,6 +303,9 @@ def _expert_product_kernel(
     program computes a tile of one expert: see `expert_tiles`.
 
     Matrices are MXFP4 with scales for GROUP elements each, or dense without scales if GROUP is 0.
+
+    E4M3_BY "row" or "block": matrices and `a` are in e4m3, with scales by row, or by block and group of 128. Sums
+    over 128 elements are a tensor core's; these are added up in float32.
 
     Row r in the order of experts is choice `order[r]`. If CHOICES is above 0, row `order[r] // CHOICES` of `a` is
     read, otherwise row r. TO "row" writes row r, "choice" row `order[r]`, and "part" writes row
@@ -311,6 +344,10 @@ def _expert_product_kernel(
         else:
             b = matrices_ptr + (expert * SIZE + column)[None, :] * INNER + depth[:, None]
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        if E4M3_BY == "block":
+            groups: tl.constexpr = (INNER + 127) // 128
+            a_scales = a_scales_ptr + a_row * groups
+            column_scales = scales_ptr + (expert * ((SIZE + 127) // 128) + column // 128) * groups
         for start in range(0, INNER, DEPTH):
             is_inner = start + depth < INNER
             if GROUP > 0:
@@ -323,7 +360,18 @@ def _expert_product_kernel(
                 # Matrices first: they are far away, and do not wait for `order`.
                 right = tl.load(b + start, mask=is_inner[:, None] & is_column[None, :], other=0.0)
                 left = tl.load(a + start, mask=is_row[:, None] & is_inner[None, :], other=0.0)
-            total = tl.dot(left, right, total, input_precision="ieee")
+            if E4M3_BY != "":
+                part = tl.dot(left, right)
+                if E4M3_BY == "block":
+                    group = start // 128
+                    a_scale = tl.load(a_scales + group, mask=is_row, other=0.0)
+                    part *= a_scale[:, None] * tl.load(column_scales + group, mask=is_column, other=0.0)[None, :]
+                total += part
+            else:
+                total = tl.dot(left, right, total, input_precision="ieee")
+        if E4M3_BY == "row":
+            total *= tl.load(a_scales_ptr + a_row, mask=is_row, other=0.0)[:, None]
+            total *= tl.load(scales_ptr + expert * SIZE + column, mask=is_column, other=0.0)[None, :]
         if HAS_BIAS:
             bias = tl.load(biases_ptr + expert * SIZE + column, mask=is_column, other=0.0)
             total += bias.to(tl.float32)[None, :]
@@ -338,7 +386,7 @@ def _expert_product_kernel(
             tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column)
         else:
             size: tl.constexpr = SIZE // 2
-            gate, up = tl.split(tl.reshape(total.to(a_ptr.dtype.element_ty), (ROWS, COLUMNS // 2, 2)))
+            gate, up = tl.split(tl.reshape(total.to(out_ptr.dtype.element_ty), (ROWS, COLUMNS // 2, 2)))
             activated = silu_times(gate, up) if GATE == "silu" else clamped_swiglu_of(gate, up)
             column = first_column // 2 + tl.arange(0, COLUMNS // 2)
             tl.store(out_ptr + to[:, None] * size + column, activated, mask=is_row[:, None] & (column < size))
