@@ -8,34 +8,57 @@ import torch
 from torch import Tensor, nn
 
 from layers.linear import Linear
-from layers.place import LeftPlain, Place
+from layers.place import Filled, LeftPlain, Place
 from layers.placement import Layer, Placement
 from layers.quantization import Quantization, Scales, held_places, plain_places
 from triton_ops.activations.silu_and_mul import silu_and_mul
-from triton_ops.implementation import cdiv
+from triton_ops.implementation import cdiv, gpu_of
 from triton_ops.kv.e4m3 import E4M3
 from triton_ops.linear.e4m3_linear import BLOCK
 from triton_ops.moe.e4m3 import ScaledE4M3
 from triton_ops.moe.moe import Activation, Matrices, moe
-from triton_ops.moe.mxfp4 import BYTES, GROUP, Mxfp4
+from triton_ops.moe.mxfp4 import BYTES, GROUP, Mxfp4, scales_of, words_of
+from triton_ops.moe.mxfp4_hopper import takes_words
 from triton_ops.moe.topk_softmax import topk_softmax
 
 EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 class Mxfp4Matrices(nn.Module):
-    """A matrix `[size, inner]` of each expert in MXFP4: see `Mxfp4`. `inner` is a multiple of 32."""
+    """A matrix `[size, inner]` of each expert in MXFP4: see `Mxfp4`. `inner` is a multiple of 32. Where the kernel
+    for words runs, they are in words.
+    """
 
     def __init__(self, num_experts: int, size: int, inner: int, placement: Placement) -> None:
         super().__init__()
-        groups = num_experts, size, inner // GROUP
-        self.blocks = placement.parameter(*groups, BYTES, dtype=torch.uint8)
-        self.scales = placement.parameter(*groups, dtype=torch.uint8)
+        on_gpu = placement.device.type == "cuda" and placement.impl != "torch"
+        self.in_words = on_gpu and takes_words(gpu_of(placement.device), placement.dtype)
+        self._groups = inner // GROUP
+        self.blocks = placement.parameter(num_experts, size, self._groups, BYTES, dtype=torch.uint8)
+        num_scales = scales_of(self._groups, self.in_words)
+        self.scales = placement.parameter(num_experts, size, num_scales, dtype=torch.uint8)
 
     @property
     def value(self) -> Mxfp4:
         """As `moe` takes them."""
-        return Mxfp4(self.blocks, self.scales)
+        return Mxfp4(self.blocks, self.scales, self.in_words)
+
+    def places(self, name: str, expert: int, start: int, stop: int) -> Iterator[tuple[str, Place]]:
+        """Of rows of an expert, as a checkpoint has them."""
+        blocks, scales = self.blocks[expert, start:stop], self.scales[expert, start:stop]
+        if not self.in_words:
+            yield from ((f"{name}.blocks", blocks), (f"{name}.scales", scales))
+            return
+
+        def fill(source: Tensor) -> None:
+            blocks.copy_(words_of(source.to(blocks.device)))
+
+        def fill_scales(source: Tensor) -> None:
+            scales[:, : self._groups] = source
+            scales[:, self._groups :] = 0
+
+        yield f"{name}.blocks", Filled(blocks.shape, torch.uint8, fill)
+        yield f"{name}.scales", Filled(scales[:, : self._groups].shape, torch.uint8, fill_scales)
 
 
 class E4M3Matrices(nn.Module):
@@ -134,6 +157,13 @@ class SparseMoE(Layer):
         yield from self.router.checkpoint_tensors(f"{name}.gate")
         if isinstance(self.gate_up, E4M3Matrices) and isinstance(self.down, E4M3Matrices):
             yield from self._e4m3_places(name, self.gate_up, self.down)
+        if isinstance(self.gate_up, Mxfp4Matrices) and isinstance(self.down, Mxfp4Matrices):
+            gate, up, down = (f".{part}" for part in self.names)
+            for expert in range(self.shape[0]):
+                own, size = f"{name}.experts.{expert}", self.shape[2]
+                yield from self.gate_up.places(own + gate, expert, 0, size)
+                yield from self.gate_up.places(own + up, expert, size, 2 * size)
+                yield from self.down.places(own + down, expert, 0, self.shape[1])
         for kind, stacks in self._stacks():
             for expert, (gate_up, down) in enumerate(zip(*stacks, strict=True)):
                 for part, tensor in zip(self.names, (*gate_up.chunk(2), down), strict=True):
@@ -156,10 +186,9 @@ class SparseMoE(Layer):
                     yield from held_places(own, codes, scale, self.quantization)
 
     def _stacks(self) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-        """Of gate | up and of down, what all experts have, by its name in a checkpoint; not what is in e4m3."""
-        both = _parameters(self.gate_up), _parameters(self.down)
-        for kind in both[0]:
-            yield kind, (both[0][kind], both[1][kind])
+        """Of gate | up and of down, what all experts have, by its name in a checkpoint, in the model's dtype."""
+        if isinstance(self.gate_up, nn.Parameter) and isinstance(self.down, nn.Parameter):
+            yield "weight", (self.gate_up, self.down)
         if self.gate_up_bias is not None and self.down_bias is not None:
             yield "bias", (self.gate_up_bias, self.down_bias)
 
@@ -173,9 +202,3 @@ def fit_e4m3(intermediate_size: int, quantization: Quantization | None) -> bool:
 
 def _matrices(stack: Stack) -> Matrices:
     return stack if isinstance(stack, nn.Parameter) else stack.value
-
-
-def _parameters(stack: Stack) -> dict[str, nn.Parameter]:
-    if isinstance(stack, E4M3Matrices):
-        return {}
-    return {"weight": stack} if isinstance(stack, nn.Parameter) else dict(stack.named_parameters())

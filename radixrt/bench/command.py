@@ -243,6 +243,7 @@ def _add_throughput(benchmarks: Any) -> None:
     option("--seed", type=int, metavar="N", help="of the prompts, the draws and the random weights (0)")
     option("--device", metavar="DEVICE", help="such as cpu, cuda or cuda:1")
     option("--quantization", choices=("fp8",), help="of weights, as they are loaded; not of a baseline's (none)")
+    option("--kv-dtype", choices=("auto", "fp8"), help="of KV; not of a baseline's (that of the weights)")
 
     option = parser.add_argument_group("further measurements in the same run").add_argument
     option("--no-prefix-cache", action="store_true", help="again without the prefix cache")

@@ -64,7 +64,8 @@ def model_shape(runtime: Runtime, dtype: str) -> ModelShape:
     """The shape of a Runtime's model; `dtype` is the Runtime's option."""
     in_e4m3, in_int4 = (_held(runtime, dtype, numbers) for numbers in ("e4m3", "4 bits"))
     shape = shape_of(runtime.config, in_e4m3=in_e4m3, in_int4=in_int4)
-    return replace(shape, bytes_per_value=value_bytes(runtime, dtype))
+    kv_in_e4m3 = runtime.parts.config.kv_dtype == "fp8"
+    return replace(shape, bytes_per_value=value_bytes(runtime, dtype), kv_in_e4m3=kv_in_e4m3)
 
 
 def _held(runtime: Runtime, dtype: str, numbers: str) -> bool:

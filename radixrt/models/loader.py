@@ -399,14 +399,17 @@ def _fill_randomly(model: Decoder, std: float, seed: int) -> None:
     for name, place in model.checkpoint_tensors():
         if name.endswith("norm.weight"):
             continue
-        target = place if isinstance(place, Tensor) else noise.new_empty(place.shape)
+        source = codes if place.dtype == torch.uint8 else noise
+        target = place if isinstance(place, Tensor) else source.new_empty(place.shape)
         if name.endswith(".scales"):
             target.fill_(scale_of(std))
+            if target is not place:
+                place.copy_(target)
             continue
         flat = target.view(-1)  # a stack's parts are whole rows: contiguous
         start = 0
         while start < flat.numel():
-            piece = (codes if place.dtype == torch.uint8 else noise)[offset : offset + flat.numel() - start]
+            piece = source[offset : offset + flat.numel() - start]
             flat[start : start + piece.numel()].copy_(piece)
             start += piece.numel()
             offset = (offset + piece.numel()) % DUMMY_PERIOD

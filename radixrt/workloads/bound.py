@@ -62,6 +62,7 @@ class ModelShape:
     bytes_per_value: int = 2  # of weights and KV
     layers_in_e4m3: bool = False  # their weights take a byte each, whatever the others take
     layers_in_int4: bool = False  # half a byte each, with their scales and zeros besides
+    kv_in_e4m3: bool = False  # a byte an element, without its few scales
     experts: Experts | None = None
 
     @property
@@ -131,7 +132,8 @@ class ModelShape:
     @property
     def kv_bytes(self) -> int:
         """Bytes of one token's keys and values in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.bytes_per_value
+        size = 1 if self.kv_in_e4m3 else self.bytes_per_value
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * size
 
     @property
     def attention_ops(self) -> int:

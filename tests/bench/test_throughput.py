@@ -192,11 +192,12 @@ def test_every_list_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_a_model_and_what_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "out.json"
     options = "--scale cpu --model built-in --workload samples --workload samples --repeat 1 --device cpu"
-    options += " --quantization fp8"
+    options += " --quantization fp8 --kv-dtype fp8"
     assert main(["bench", "throughput", *options.split(), "--json", str(report)]) == 0
     shown = capsys.readouterr()
     (shape,) = json.loads(report.read_text())["shapes"]
-    assert json.loads(report.read_text())["options"]["quantization"] == "fp8"
+    given = json.loads(report.read_text())["options"]
+    assert (given["quantization"], given["kv_dtype"]) == ("fp8", "fp8")
     assert [len(workload["runs"]) for workload in shape["workloads"]] == [1]
     assert "model built-in" in shown.out
     assert "1/1" in shown.err

@@ -168,6 +168,21 @@ def test_dummy_weights_in_mxfp4(tmp_path: Path) -> None:
     assert len(weights.unique()) == 15
 
 
+@pytest.mark.gpu
+def test_mxfp4_on_a_gpu_means_the_same(tmp_path: Path) -> None:
+    """Also where it is held in words, from a checkpoint and by chance."""
+    checkpoints.write(checkpoints.gpt_oss_in_mxfp4(), tmp_path)
+    for options in ({}, {"load_format": "dummy", "seed": 1}):
+        ours, _ = load_model(tmp_path, dtype="bfloat16", device="cuda", **options)
+        expected, _ = load_model(tmp_path, dtype="bfloat16", **options)
+        for own, theirs in zip(ours.blocks, expected.blocks, strict=True):
+            for name in ("gate_up", "down"):
+                stacks = [getattr(one.feed_forward, name).value for one in (own, theirs)]
+                values, theirs_values = (stack.dequantised(torch.float32).cpu() for stack in stacks)
+                assert stacks[0].is_contiguous()
+                assert torch.equal(values, theirs_values)
+
+
 def test_stacked_experts_may_be_transposed(tmp_path: Path) -> None:
     """As Qwen3-VL's are on the hub."""
     folder = checkpoints.write(checkpoints.qwen3_vl_moe(), tmp_path)

@@ -46,7 +46,13 @@ MAX_SPILLED = 32  # bytes a thread, eight registers: 13 of 4,440 variants for sm
 # (counted in their machine code for heads of 128). Hopper's extends spill around their loops, nothing within.
 MAX_SPILLED_BY = {"ordered_kernel": 1500, "_extend_hopper_kernel": 48}
 # Kernels whose wgmma must be able to overlap.
-OVERLAPPING = {"ordered_kernel", "_gated_kernel", "_gated_hopper_kernel", "_extend_hopper_kernel"}
+OVERLAPPING = {
+    "ordered_kernel",
+    "_gated_kernel",
+    "_gated_hopper_kernel",
+    "_extend_hopper_kernel",
+    "_experts_hopper_kernel",
+}
 PROCESSES = 2
 
 

@@ -44,7 +44,8 @@ from triton_ops.linear.split_k_linear import split_k_linear
 from triton_ops.moe.e4m3 import ScaledE4M3
 from triton_ops.moe.expert_tiles import expert_tiles
 from triton_ops.moe.moe import Matrices, moe
-from triton_ops.moe.mxfp4 import GROUP, Mxfp4
+from triton_ops.moe.mxfp4 import GROUP, Mxfp4, scales_of
+from triton_ops.moe.mxfp4_hopper import takes_words
 from triton_ops.moe.topk_sigmoid import topk_sigmoid
 from triton_ops.moe.topk_softmax import topk_softmax
 from triton_ops.norms.layer_norm import add_layer_norm, layer_norm
@@ -640,7 +641,10 @@ class ExpertShape:
             return ScaledE4M3(torch.empty(self.num_experts, size, inner, dtype=E4M3), scale)
         shape = self.num_experts, size, inner // GROUP
         if self.is_mxfp4:
-            return Mxfp4(*(torch.empty(sizes, dtype=torch.uint8) for sizes in ((*shape, GROUP // 2), shape)))
+            in_words = takes_words(gpu_of(torch.device("cpu")), self.dtype)
+            scales = *shape[:2], scales_of(shape[2], in_words)
+            parts = (torch.empty(sizes, dtype=torch.uint8) for sizes in ((*shape, GROUP // 2), scales))
+            return Mxfp4(*parts, in_words)
         return torch.empty(self.num_experts, size, inner, dtype=self.dtype)
 
     def moe(self, parts_ok: bool = False) -> None:

@@ -253,6 +253,7 @@ def test_shape() -> None:
     assert INT4.weight_bytes == INT4.layer_weights // 2 + scales_and_zeros + 2 * INT4.head_weights
     assert (INT4.weight_ops, INT4.kv_bytes) == (QWEN3.weight_ops, QWEN3.kv_bytes)
     assert (E4M3.kv_bytes, E4M3.attention_ops) == (8, 16)
+    assert replace(TOY, kv_in_e4m3=True).kv_bytes == 4
     assert (QWEN3.layer_weights + QWEN3.head_weights) == pytest.approx(0.596e9, rel=1e-3)  # 0.6B, as it is called
 
 

@@ -28,7 +28,14 @@ from triton_ops.linear.ordered_linear import ordered_linear
 from triton_ops.moe.e4m3 import ScaledE4M3
 from triton_ops.moe.expert_tiles import expert_tiles
 from triton_ops.moe.mxfp4 import GROUP, Mxfp4, dequantised_tile
-from triton_ops.tuning import ELEMENTWISE, MAX_PART_TOKENS, MAX_PARTS, expert_config, expert_rows
+from triton_ops.moe.mxfp4_hopper import launch_hopper, takes_words
+from triton_ops.tuning import (
+    ELEMENTWISE,
+    MAX_PART_TOKENS,
+    MAX_PARTS,
+    expert_config,
+    expert_rows,
+)
 
 # From gate | up `[..., 2 * size]` to `[..., size]`, with `deterministic` and `impl` as `silu_and_mul` has them.
 Activation = Callable[..., Tensor]
@@ -186,12 +193,19 @@ def _launch(
 
     # An expert's rows, each of them a token and one of its choices, are cut into tiles.
     num_choices = experts.numel()
+    gate = _GATES.get(activation, "")
     mxfp4 = isinstance(gate_up, Mxfp4) or isinstance(down, Mxfp4)
     gpu = gpu_of(x.device)
     e4m3 = isinstance(gate_up, ScaledE4M3)
     if e4m3 is not isinstance(down, ScaledE4M3):
         raise ValueError(f"gate_up and down are {type(gate_up).__name__} and {type(down).__name__}")
-    tile_rows = expert_rows(num_choices, num_experts, x.dtype, mxfp4=mxfp4)
+    in_words = any(isinstance(given, Mxfp4) and given.in_words for given in (gate_up, down))
+    if in_words:
+        if not takes_words(gpu, x.dtype):
+            raise ValueError("matrices in words are for bfloat16 on Hopper")
+        gate = gate if gate == "clamped" else ""
+        x = x.clone() if x.data_ptr() % 16 else x  # rows are copied by 16 bytes
+    tile_rows = expert_rows(num_choices, num_experts, x.dtype, mxfp4=mxfp4 and not in_words)
     order, tiles = expert_tiles(experts, num_experts, tile_rows, impl="triton")
     early = gpu.overlaps_launches
 
@@ -205,6 +219,24 @@ def _launch(
         columns = size // 2 if gate else size
         shape = (top_k, num_tokens, columns) if to == "part" else (num_choices, columns)
         result = torch.empty(shape, dtype=torch.float32 if to == "part" else x.dtype, device=x.device)
+        if isinstance(matrices, Mxfp4) and matrices.in_words:
+            launch_hopper(
+                a,
+                matrices,
+                biases,
+                weights,
+                result,
+                order,
+                tiles,
+                tile_rows,
+                gpu.num_sms,
+                num_tokens=num_tokens,
+                rows_of_a=rows_of_a,
+                top_k=top_k,
+                gate=gate,
+                to=to,
+            )
+            return result
         num_tiles = min(num_choices, num_experts)
         is_mxfp4, a_scales, by = isinstance(matrices, Mxfp4), None, ""
         if isinstance(matrices, ScaledE4M3):
@@ -244,7 +276,6 @@ def _launch(
         )
         return result
 
-    gate = _GATES.get(activation, "")
     activated = product(x, gate_up, gate_up_bias, top_k, gate=gate)
     if not gate:
         activated = activation(activated, impl="triton")

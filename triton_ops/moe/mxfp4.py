@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, pad
 
-from triton_ops.implementation import tl, triton
+from triton_ops.implementation import cdiv, tl, triton
 
 GROUP = 32  # elements with one scale
 BYTES = GROUP // 2
@@ -26,10 +26,12 @@ class Mxfp4:
         blocks: uint8 `[..., columns, depth // GROUP, BYTES]`: element 2i in the low half of byte i, 2i + 1 in the
             high one, each a code of VALUES.
         scales: uint8 `[..., columns, depth // GROUP]` up to 240: s is the factor 2^(s - 127).
+        in_words: blocks are `words_of` these, and rows of scales are filled up to words with zeros.
     """
 
     blocks: Tensor
     scales: Tensor
+    in_words: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -38,12 +40,18 @@ class Mxfp4:
 
     def is_contiguous(self) -> bool:
         """Whether both parts are, and fit each other."""
-        fit = self.scales.shape == self.blocks.shape[:-1] and self.blocks.shape[-1] == BYTES
+        *rows, groups, size = self.blocks.shape
+        fit = self.scales.shape == (*rows, scales_of(groups, self.in_words)) and size == BYTES
         return fit and self.blocks.is_contiguous() and self.scales.is_contiguous()
 
     def __getitem__(self, index: int) -> Mxfp4:
         """One of several matrices."""
-        return Mxfp4(self.blocks[index], self.scales[index])
+        return replace(self, blocks=self.blocks[index], scales=self.scales[index])
+
+    def as_words(self) -> Mxfp4:
+        """The same matrices in words."""
+        groups = self.blocks.shape[-2]
+        return Mxfp4(words_of(self.blocks), pad(self.scales, (0, scales_of(groups, True) - groups)), True)
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """The matrices in `dtype`: exact in float32 and bfloat16, rounded in float16 where a scale is so far from
@@ -53,9 +61,44 @@ class Mxfp4:
         pairs = torch.tensor(
             [(low, high) for high in VALUES for low in VALUES], dtype=torch.float32, device=self.blocks.device
         )
-        values = embedding(self.blocks.int(), pairs).flatten(-2)
-        factors = torch.ldexp(torch.ones_like(self.scales, dtype=torch.float32), self.scales.int() - 127)
+        blocks, scales = self.blocks, self.scales
+        if self.in_words:
+            blocks, scales = _bytes_of(blocks), scales[..., : blocks.shape[-2]]
+        values = embedding(blocks.int(), pairs).flatten(-2)
+        factors = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 127)
         return values.mul_(factors.unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+# Where the four codes of a half of a word have their sign, and the lowest of their other bits: after one shift, or
+# two, they are bits of a bfloat16.
+_PLACES = ((15, 6), (12, 3), (13, 0), (14, 9))
+
+
+def words_of(blocks: Tensor) -> Tensor:
+    """Blocks `[..., BYTES]` in the order of a tensor core's threads, each of which has the elements of one word:
+    word c has 8j + 2c in its lower half, and the next ones in its upper half, for each j below 4.
+    """
+    byte = torch.arange(256)
+    halves = [
+        [(code & 7) << low | (code >> 3) << sign for sign, low in _PLACES] for code in (byte & 15, byte >> 4)
+    ]
+    tables = [(lower | upper << 16).to(blocks.device) for lower, upper in zip(*halves, strict=True)]
+    parts = blocks.view(*blocks.shape[:-1], 4, 4).int().unbind(-2)
+    words = sum(table[part] for table, part in zip(tables, parts, strict=True))
+    assert isinstance(words, Tensor)
+    return words.to(torch.int32).view(torch.uint8)
+
+
+def _bytes_of(words: Tensor) -> Tensor:
+    """What `words_of` has made words of."""
+    halves = words.contiguous().view(torch.int16).int()  # [..., word and half]
+    codes = torch.stack([halves >> low & 7 | (halves >> sign & 1) << 3 for sign, low in _PLACES], -2)
+    return (codes[..., 0::2] | codes[..., 1::2] << 4).flatten(-2).to(torch.uint8)
+
+
+def scales_of(groups: int, in_words: bool) -> int:
+    """How many scales a row of so many groups has."""
+    return cdiv(groups, 4) * 4 if in_words else groups
 
 
 def scale_of(std: float) -> int:

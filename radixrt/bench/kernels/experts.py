@@ -12,8 +12,10 @@ from torch import Tensor
 from radixrt.bench.kernels.case import Call, Case, Contender, Expected
 from radixrt.bench.kernels.roofline import Work
 from triton_ops.activations.clamped_swiglu import clamped_swiglu
+from triton_ops.implementation import gpu_of
 from triton_ops.moe.moe import Matrices, moe
 from triton_ops.moe.mxfp4 import GROUP, Mxfp4, scale_of
+from triton_ops.moe.mxfp4_hopper import takes_words
 
 DTYPE = torch.bfloat16
 TOKENS = (1, 16, 64, 256, 1024, 8192)
@@ -71,7 +73,8 @@ def experts_case(
                 256, (*groups, GROUP // 2), dtype=torch.uint8, device=device, generator=generator
             )
             scales = torch.full(groups, scale_of(depth**-0.5), dtype=torch.uint8, device=device)
-            return Mxfp4(blocks, scales)
+            stored = Mxfp4(blocks, scales)
+            return stored.as_words() if takes_words(gpu_of(device), DTYPE) else stored
 
         chosen = torch.arange(num_tokens * top_k, device=device) % num_experts
         return [

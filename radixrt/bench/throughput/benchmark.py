@@ -150,6 +150,7 @@ class ShapeMeasurement:
             "load_format": load_format,
             "device": options.device,
             "quantization": options.quantization,
+            "kv_dtype": options.kv_dtype,
             "seed": options.seed,
             "chunked_prefill_size": scale.chunked_prefill_size,
             "max_total_tokens": scale.max_total_tokens,

@@ -21,7 +21,7 @@ class Options:
         workloads: names, of LISTS.
         repeat: repetitions, each with fresh prompts and an empty cache; times are medians.
         seed: repetition r makes its prompts from the workload's own seed + run.SEED_STEP (seed + r).
-        device, quantization: as in `Runtime`; a baseline is not quantised.
+        device, quantization, kv_dtype: as in `Runtime`; a baseline is not quantised.
         ablations: names, of ABLATIONS; everything is measured again with each.
         baseline: one of BASELINES, or None.
         baseline_limit: seconds after which a workload of the baseline is stopped.
@@ -40,6 +40,7 @@ class Options:
     seed: int = 0
     device: str | None = None
     quantization: str | None = None
+    kv_dtype: str = "auto"
     ablations: tuple[str, ...] = ()
     baseline: str | None = None
     baseline_limit: float = 120.0
@@ -62,6 +63,7 @@ class Options:
                 one_of(name, value, known)
         if self.quantization is not None:
             one_of("quantization", self.quantization, ("fp8",))
+        one_of("kv_dtype", self.kv_dtype, ("auto", "fp8"))
         if self.model is not None and self.configs:
             raise ParameterError("model and config are both given; give one")
         check_int("repeat", self.repeat, 1, 1000)

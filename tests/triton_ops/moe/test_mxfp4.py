@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -10,8 +11,11 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from triton_ops.activations.clamped_swiglu import clamped_swiglu
+from triton_ops.activations.silu_and_mul import silu_and_mul
+from triton_ops.implementation import gpu_of
 from triton_ops.moe.moe import moe, moe_reference
-from triton_ops.moe.mxfp4 import GROUP, Mxfp4
+from triton_ops.moe.mxfp4 import GROUP, Mxfp4, words_of
+from triton_ops.moe.mxfp4_hopper import takes_words
 from triton_ops.moe.topk_softmax import topk_softmax
 
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
@@ -47,6 +51,27 @@ def test_it_means_what_transformers_reads(dtype: torch.dtype, device: torch.devi
     assert torch.equal(ours, theirs)
     assert torch.equal(ours.double(), weights.dequantised(torch.float64))
     assert torch.equal(weights[1].dequantised(dtype), ours[1])
+
+
+def test_words_mean_the_same(device: torch.device) -> None:
+    weights = random_mxfp4(3, 24, 160, device=device, scales=(1, 241))
+    words = weights.as_words()
+    assert words.shape == weights.shape
+    assert words.is_contiguous()
+    assert torch.equal(words.dequantised(torch.float32), weights.dequantised(torch.float32))
+    assert torch.equal(words[2].dequantised(torch.float32), weights[2].dequantised(torch.float32))
+
+
+def test_which_elements_a_word_has(device: torch.device) -> None:
+    """Codes 1 of a row of 32, one after the other."""
+    places = []
+    for element in range(GROUP):
+        blocks = torch.zeros(1, 1, 16, dtype=torch.uint8, device=device)
+        blocks[0, 0, element // 2] = 1 << element % 2 * 4
+        words = words_of(blocks).view(torch.int32)
+        (word,) = words.nonzero()[:, -1].tolist()
+        places.append((word, int(words[0, 0, word]).bit_length() - 1))
+    assert places == [(k % 8 // 2, (6, 3, 0, 9)[k // 8] + k % 2 * 16) for k in range(GROUP)]
 
 
 def test_codes_and_halves_of_a_byte(device: torch.device) -> None:
@@ -87,6 +112,9 @@ def test_the_bits_of_dequantised_experts(
         with as_on_a_gpu(kernel_device):
             packed = moe(x, weights, experts, gate_up, down, impl=impl, **options)  # type: ignore[arg-type]
             dense = moe(x, weights, experts, *matrices, impl=impl, **options)  # type: ignore[arg-type]
+            if takes_words(gpu_of(kernel_device), dtype):
+                words = gate_up.as_words(), down.as_words()
+                assert torch.equal(moe(x, weights, experts, *words, impl=impl, **options), dense)  # type: ignore[arg-type]
         assert torch.equal(packed, dense), impl
     exact = moe_reference(x, weights, experts, gate_up, down, **options)  # type: ignore[arg-type]
     tolerance = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}[dtype]
@@ -94,20 +122,33 @@ def test_the_bits_of_dequantised_experts(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_tokens", [1, 60, 300, 2000, 6000])
-def test_the_shape_of_gpt_oss(num_tokens: int, kernel_device: torch.device) -> None:
-    """Tiles of 64 rows and of 128 beside those of 16 and more that dense matrices have."""
-    num_experts, hidden, inner, dtype = 32, 2880, 2880, torch.bfloat16
+@pytest.mark.parametrize("hidden", [2880, 416])
+@pytest.mark.parametrize("num_tokens", [1, 60, 130, 300, 2000, 6000])
+def test_the_shape_of_gpt_oss(num_tokens: int, hidden: int, kernel_device: torch.device) -> None:
+    """Tiles of all sizes, beside those of dense matrices, again and again: what loads and what multiplies run at
+    the same time.
+    """
+    num_experts, inner, dtype = 32, hidden, torch.bfloat16
     x = random(num_tokens, hidden, dtype=dtype, device=kernel_device)
     logits = random(num_tokens, num_experts, dtype=dtype, device=kernel_device, seed=1)
     weights, experts = topk_softmax(logits, 4, renormalize=True)
     gate_up = random_mxfp4(num_experts, 2 * inner, hidden, device=kernel_device, seed=2)
     down = random_mxfp4(num_experts, hidden, inner, device=kernel_device, seed=3)
-    packed = moe(x, weights, experts, gate_up, down, activation=clamped_swiglu, impl="triton")
+    biases = {
+        "gate_up_bias": random(num_experts, 2 * inner, dtype=dtype, device=kernel_device, seed=4),
+        "down_bias": random(num_experts, hidden, dtype=dtype, device=kernel_device, seed=5),
+    }
     matrices = gate_up.dequantised(dtype), down.dequantised(dtype)
-    dense = moe(x, weights, experts, *matrices, activation=clamped_swiglu, impl="triton")
-    assert torch.equal(packed, dense)
-    expected = moe(x, weights, experts, *matrices, activation=clamped_swiglu, impl="torch")
+    words = (gate_up.as_words(), down.as_words()) if takes_words(gpu_of(kernel_device), dtype) else ()
+    for activation in (clamped_swiglu, silu_and_mul):
+        for parts_ok in (False, True):
+            call = partial(moe, x, weights, experts, activation=activation, parts_ok=parts_ok, **biases)
+            dense = call(*matrices, impl="triton")
+            assert torch.equal(call(gate_up, down, impl="triton"), dense)
+            for _ in range(10 if words else 0):
+                assert torch.equal(call(*words, impl="triton"), dense)
+    expected = moe(x, weights, experts, *matrices, activation=clamped_swiglu, impl="torch", **biases)
+    packed = moe(x, weights, experts, gate_up, down, activation=clamped_swiglu, impl="triton", **biases)
     assert (packed - expected).float().norm() < 1e-2 * expected.float().norm()
 
 
@@ -127,6 +168,27 @@ def test_scales_far_from_one(scales: tuple[int, int], kernel_device: torch.devic
 
     dense = moe(x, weights, experts, gate_up.dequantised(torch.float32), down, activation=first, impl="triton")
     packed = moe(x, weights, experts, gate_up, down, activation=first, impl="triton")
+    assert packed.abs().max() > 0
+    assert torch.equal(packed, dense)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scales", [(0, 30), (100, 150), (220, 241)])
+def test_words_of_scales_far_from_one(scales: tuple[int, int], kernel_device: torch.device) -> None:
+    if not takes_words(gpu_of(kernel_device), torch.bfloat16):
+        pytest.skip("matrices in words are for Hopper")
+    x = torch.eye(32, device=kernel_device, dtype=torch.bfloat16)
+    weights = torch.ones(32, 1, device=kernel_device)
+    experts = torch.zeros(32, 1, dtype=torch.long, device=kernel_device)
+    gate_up = random_mxfp4(1, 64, 32, device=kernel_device, scales=scales)
+    down = random_mxfp4(1, 32, 32, device=kernel_device, scales=(127, 128))
+
+    def first(x: Tensor, **options: object) -> Tensor:
+        return x[:, :32].clamp(-1e30, 1e30)
+
+    matrices = gate_up.dequantised(torch.bfloat16), down.dequantised(torch.bfloat16)
+    dense = moe(x, weights, experts, *matrices, activation=first, impl="triton")
+    packed = moe(x, weights, experts, gate_up.as_words(), down.as_words(), activation=first, impl="triton")
     assert packed.abs().max() > 0
     assert torch.equal(packed, dense)
 
