@@ -29,13 +29,7 @@ from triton_ops.moe.e4m3 import ScaledE4M3
 from triton_ops.moe.expert_tiles import expert_tiles
 from triton_ops.moe.mxfp4 import GROUP, Mxfp4, dequantised_tile
 from triton_ops.moe.mxfp4_hopper import launch_hopper, takes_words
-from triton_ops.tuning import (
-    ELEMENTWISE,
-    MAX_PART_TOKENS,
-    MAX_PARTS,
-    expert_config,
-    expert_rows,
-)
+from triton_ops.tuning import ELEMENTWISE, MAX_PART_TOKENS, MAX_PARTS, expert_config, expert_rows
 
 # From gate | up `[..., 2 * size]` to `[..., size]`, with `deterministic` and `impl` as `silu_and_mul` has them.
 Activation = Callable[..., Tensor]
@@ -199,13 +193,13 @@ def _launch(
     e4m3 = isinstance(gate_up, ScaledE4M3)
     if e4m3 is not isinstance(down, ScaledE4M3):
         raise ValueError(f"gate_up and down are {type(gate_up).__name__} and {type(down).__name__}")
-    in_words = any(isinstance(given, Mxfp4) and given.in_words for given in (gate_up, down))
-    if in_words:
-        if not takes_words(gpu, x.dtype):
-            raise ValueError("matrices in words are for bfloat16 on Hopper")
+    in_words = [isinstance(given, Mxfp4) and given.in_words for given in (gate_up, down)]
+    if any(in_words):
+        if not all(in_words) or not takes_words(gpu, x.dtype):
+            raise ValueError("matrices in words are for bfloat16 on Hopper, both of them")
         gate = gate if gate == "clamped" else ""
         x = x.clone() if x.data_ptr() % 16 else x  # rows are copied by 16 bytes
-    tile_rows = expert_rows(num_choices, num_experts, x.dtype, mxfp4=mxfp4 and not in_words)
+    tile_rows = expert_rows(num_choices, num_experts, x.dtype, mxfp4=mxfp4 and not any(in_words))
     order, tiles = expert_tiles(experts, num_experts, tile_rows, impl="triton")
     early = gpu.overlaps_launches
 

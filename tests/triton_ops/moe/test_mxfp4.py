@@ -200,3 +200,6 @@ def test_parts_that_do_not_fit_are_refused(kernel_device: torch.device) -> None:
     wrong = Mxfp4(gate_up.blocks, gate_up.scales[:, :32])
     with pytest.raises(ValueError, match=r"gate_up must be contiguous \[3, 64, 32\]"):
         moe(x, weights, experts, wrong, down, impl="triton")
+    for given in ((gate_up.as_words(), down), (gate_up.as_words(), down.as_words())):
+        with pytest.raises(ValueError, match="in words are for bfloat16 on Hopper, both of them"):
+            moe(x, weights, experts, *given, impl="triton")
