@@ -11,6 +11,7 @@ from layers.place import Place
 from layers.placement import Layer, Placement
 from layers.products import Product
 from layers.weight import Weight
+from triton_ops.linear.quantised_rows import QuantisedRows
 
 
 class Linear(Layer):
@@ -31,7 +32,12 @@ class Linear(Layer):
         self.bias = placement.parameter(out_features) if bias else None
         self.product = Product(placement.impl) if placement.deterministic else None
 
-    def forward(self, x: Tensor, *, split_k_ok: bool = False) -> Tensor:
+    @property
+    def input_groups(self) -> bool | None:
+        """Of the weight: who makes x may quantise it so."""
+        return self.weight.input_groups
+
+    def forward(self, x: Tensor | QuantisedRows, *, split_k_ok: bool = False) -> Tensor:
         """`x [..., in_features]` to `[..., out_features]`.
 
         With `split_k_ok`, for callers that can add parts (`RMSNorm.add`), the result may be float32 parts

@@ -14,7 +14,7 @@ from layers.quantization import Quantization, Scales, held_places, plain_places
 from triton_ops.activations.silu_and_mul import silu_and_mul
 from triton_ops.implementation import cdiv, gpu_of
 from triton_ops.kv.e4m3 import E4M3
-from triton_ops.linear.e4m3_linear import BLOCK
+from triton_ops.linear.quantised_rows import BLOCK
 from triton_ops.moe.e4m3 import ScaledE4M3
 from triton_ops.moe.moe import Activation, Matrices, moe
 from triton_ops.moe.mxfp4 import BYTES, GROUP, Mxfp4, scales_of, words_of
@@ -124,6 +124,11 @@ class SparseMoE(Layer):
         self.down: Stack = stack(hidden_size, intermediate_size)
         self.gate_up_bias = placement.parameter(num_experts, 2 * intermediate_size) if bias else None
         self.down_bias = placement.parameter(num_experts, hidden_size) if bias else None
+
+    @property
+    def input_groups(self) -> None:
+        """As `Linear.input_groups`: its router and its experts read the same tokens."""
+        return None
 
     def forward(self, x: Tensor, *, split_k_ok: bool = False) -> Tensor:
         """`x [num_tokens, hidden_size]` to the same shape, or to parts if they are allowed: see `moe`."""

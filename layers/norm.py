@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from layers.placement import Layer, Placement
-from triton_ops.norms.rms_norm import add_rms_norm, rms_norm, rms_norm_add
+from triton_ops.linear.quantised_rows import QuantisedRows
+from triton_ops.norms.rms_norm import add_rms_norm, quantised_rms_norm, rms_norm, rms_norm_add
 
 
 class RMSNorm(Layer):
@@ -32,6 +33,13 @@ class RMSNorm(Layer):
         """
         first = None if before is None else before.weight
         return add_rms_norm(x, residual, self.weight, self.eps, offset=self.offset, before=first, impl=self.impl)
+
+    def quantised(self, x: Tensor, residual: Tensor | None, *, groups: bool) -> tuple[QuantisedRows, Tensor]:
+        """`add`, or without a residual `forward` and x, for a layer that quantises its input: see
+        `Linear.input_groups`.
+        """
+        args = x, residual, self.weight, self.eps
+        return quantised_rms_norm(*args, groups=groups, offset=self.offset, impl=self.impl)
 
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
         """`x` normed, plus `residual`."""

@@ -14,10 +14,11 @@ from layers.products import Product
 from layers.quantization import Scales, held_places, plain_places, rounded_place
 from triton_ops.implementation import cdiv, gpu_of, has_gluon, runs_triton
 from triton_ops.kv.e4m3 import E4M3
-from triton_ops.linear.e4m3_linear import BLOCK, e4m3_linear
+from triton_ops.linear.e4m3_linear import e4m3_linear
 from triton_ops.linear.few_rows_linear import few_rows_linear
 from triton_ops.linear.gated_linear import gated_linear
 from triton_ops.linear.int4_linear import GROUP, int4_linear
+from triton_ops.linear.quantised_rows import BLOCK, QuantisedRows
 from triton_ops.linear.split_k_linear import split_k_linear
 from triton_ops.tuning import FewRowsConfig, few_rows_config, gated_linear_config, split_k_config
 
@@ -59,17 +60,29 @@ class Weight(nn.Module):
             self.values = placement.parameter(num_rows, depth, dtype=E4M3)
             self.scale = placement.parameter(*shape, dtype=torch.float32)
 
+    @property
+    def input_groups(self) -> bool | None:
+        """Whether products quantise x in groups of 128, or row by row (False); None: they take it as it is."""
+        return None if self.scale is None or self.zeros is not None else self.scale.dim() == 2
+
     def product(
-        self, x: Tensor, bias: Tensor | None, *, ordered: Product | None = None, split_k_ok: bool = False
+        self,
+        x: Tensor | QuantisedRows,
+        bias: Tensor | None,
+        *,
+        ordered: Product | None = None,
+        split_k_ok: bool = False,
     ) -> Tensor:
-        """`x [..., K]` to `x W^T + b`, `[..., N]` in x's dtype; by `ordered`, if it is given.
+        """`x [..., K]` to `x W^T + b`, `[..., N]` in x's dtype; by `ordered`, if it is given. x may be quantised
+        already, as `input_groups` says.
 
         With `split_k_ok` the result may be parts: see `Linear.forward`.
         """
+        if self.scale is not None and self.zeros is None:
+            return e4m3_linear(x, self.values, self.scale, bias, impl=self.impl)
+        assert isinstance(x, Tensor)
         if self.scale is not None and self.zeros is not None:
             return int4_linear(x, self.values, self.scale, self.zeros, bias, impl=self.impl)
-        if self.scale is not None:
-            return e4m3_linear(x, self.values, self.scale, bias, impl=self.impl)
         if ordered is not None:
             return ordered(x, self.values, bias)
         if split_k_ok and bias is None and runs_triton(self.impl, x.device):
@@ -80,11 +93,11 @@ class Weight(nn.Module):
             return few_rows_linear(x, self.values, few, impl=self.impl)
         return nn.functional.linear(x, self.values, bias)
 
-    def silu_gated(self, x: Tensor) -> Tensor | None:
+    def silu_gated(self, x: Tensor | QuantisedRows) -> Tensor | None:
         """`silu_and_mul(x W^T)` of `x [T, K]` and W = gate | up in one kernel; None where the product and a kernel
         after it are as fast, or W is not in the model's dtype.
         """
-        if self.scale is not None or not runs_triton(self.impl, x.device):
+        if isinstance(x, QuantisedRows) or self.scale is not None or not runs_triton(self.impl, x.device):
             return None
         if (few := self._few_rows(x, gated=True)) is not None:
             return few_rows_linear(x, self.values, few, gated=True, impl=self.impl)

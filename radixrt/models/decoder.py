@@ -27,9 +27,13 @@ from layers.vocabulary import Embedding, LogitsHead
 from layers.weight import Weight
 from radixrt.models.config import ModelConfig
 from triton_ops.activations.gelu_and_mul import gelu_and_mul
-from triton_ops.activations.silu_and_mul import silu_and_mul
+from triton_ops.activations.silu_and_mul import quantised_silu_and_mul, silu_and_mul
 from triton_ops.attention.arguments import Scoring
 from triton_ops.kv.qk_norm_rope_store import HeadNorm
+from triton_ops.linear.quantised_rows import QuantisedRows
+
+Hidden = Tensor | QuantisedRows
+"""`[T, size]`, for layers whose weights are in e4m3 quantised by the kernel that made it."""
 
 # Of the stacked projection gate | up, by the name of the gate's activation.
 ACTIVATIONS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
@@ -109,11 +113,16 @@ class Attention(nn.Module):
             deterministic=placement.deterministic,
         )
 
+    @property
+    def input_groups(self) -> bool | None:
+        """As `Linear.input_groups`."""
+        return self.qkv.input_groups
+
     def forward(
-        self, hidden: Tensor, metadata: InputMetadata, kv_pool: KVCache, *, split_k_ok: bool = False
+        self, hidden: Hidden, metadata: InputMetadata, kv_pool: KVCache, *, split_k_ok: bool = False
     ) -> Tensor:
         """`hidden [T, hidden_size]` to the same shape, or to parts if they are allowed: see `Linear.forward`."""
-        q, k, v = self.qkv(hidden).view(len(hidden), -1, self.head_dim).split(self.num_heads, dim=1)
+        q, k, v = self.qkv(hidden).unflatten(1, (-1, self.head_dim)).split(self.num_heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None and not self.norms_each_head:
             q = self.q_norm(q.flatten(1)).view(q.shape)
             k = self.k_norm(k.flatten(1)).view(k.shape)
@@ -148,15 +157,25 @@ class FeedForward(nn.Module):
         self.activation = partial(
             ACTIVATIONS[config.activation], impl=placement.impl, deterministic=placement.deterministic
         )
+        self.is_silu, self.impl = config.activation == "silu", placement.impl
         # Whether one kernel may compute the product and its activation.
         self.fuses = config.activation == "silu" and not bias and not placement.deterministic
         self.down = Linear(inner, hidden, bias=bias, placement=placement)
 
-    def forward(self, hidden: Tensor, *, split_k_ok: bool = False) -> Tensor:
+    @property
+    def input_groups(self) -> bool | None:
+        """As `Linear.input_groups`."""
+        return self.gate_up.input_groups
+
+    def forward(self, hidden: Hidden, *, split_k_ok: bool = False) -> Tensor:
         """`hidden [T, hidden_size]` to the same shape, or to parts if they are allowed: see `Linear.forward`."""
-        gated = self.gate_up.weight.silu_gated(hidden) if self.fuses else None
+        gated: Hidden | None = self.gate_up.weight.silu_gated(hidden) if self.fuses else None
         if gated is None:
-            gated = self.activation(self.gate_up(hidden))
+            groups, product = self.down.input_groups, self.gate_up(hidden)
+            if groups is not None and self.is_silu:
+                gated = quantised_silu_and_mul(product, groups=groups, impl=self.impl)
+            else:
+                gated = self.activation(product)
         out: Tensor = self.down(gated, split_k_ok=split_k_ok)
         return out
 
@@ -201,18 +220,27 @@ class Block(nn.Module):
         """The layer's input is `hidden + residual`, or `hidden` alone before the first; so is its output. Beside a
         residual, `hidden` may be parts: only the `add` of a norm reads it.
         """
-        if residual is None:
-            hidden, residual = self.attention_norm(hidden), hidden
-        else:
-            hidden, residual = self.attention_norm.add(hidden, residual)
-        hidden = self.attention(hidden, metadata, kv_pool, split_k_ok=self.feed_forward_norm.accepts_split_k)
-        hidden, residual = self.feed_forward_norm.add(hidden, residual)
+        split_k_ok = self.feed_forward_norm.accepts_split_k
+        normed, residual = _normed(self.attention_norm, hidden, residual, self.attention)
+        attended = self.attention(normed, metadata, kv_pool, split_k_ok=split_k_ok)
+        normed, residual = _normed(self.feed_forward_norm, attended, residual, self.feed_forward)
         # The norm that comes next, of the next layer or the decoder, is of the same kind.
-        return self.feed_forward(hidden, split_k_ok=self.feed_forward_norm.accepts_split_k), residual
+        return self.feed_forward(normed, split_k_ok=split_k_ok), residual
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
         for part, stored in self.checkpoint_names.items():
             yield from getattr(self, part).checkpoint_tensors(f"{name}.{stored}")
+
+
+def _normed(
+    norm: RMSNorm, hidden: Tensor, residual: Tensor | None, consumer: Attention | FeedForward | SparseMoE
+) -> tuple[Hidden, Tensor]:
+    """`hidden`, plus the residual if there is one, normed as its only consumer takes it; and the sum."""
+    if consumer.input_groups is not None:
+        return norm.quantised(hidden, residual, groups=consumer.input_groups)
+    if residual is None:
+        return norm(hidden), hidden
+    return norm.add(hidden, residual)
 
 
 def _are_quantised(block: nn.Module) -> tuple[bool, ...]:

@@ -146,6 +146,8 @@ def test_a_block_allows_parts_where_its_norms_add_them(norm: Callable[..., RMSNo
     allowed = []
 
     class Part(nn.Module):
+        input_groups = None
+
         def forward(self, hidden: Tensor, *_: object, split_k_ok: bool = False) -> Tensor:
             allowed.append(split_k_ok)
             return hidden

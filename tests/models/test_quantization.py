@@ -30,7 +30,8 @@ from tests.support import checkpoints
 from tests.support.interpreter import require_interpreter
 from tests.support.quantised_checkpoints import FORMATS, SHAPE, compressed_config, fp8_config, write
 from triton_ops.kv.e4m3 import E4M3
-from triton_ops.linear.e4m3_linear import dequantised_weight, quantise_rows, quantised_weight
+from triton_ops.linear.e4m3_linear import dequantised_weight, quantised_weight
+from triton_ops.linear.quantised_rows import quantise_rows
 from triton_ops.moe.moe import moe
 
 llama = partial(checkpoints.llama, **SHAPE)

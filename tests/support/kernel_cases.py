@@ -21,7 +21,7 @@ from triton_ops.activations.clamped_swiglu import clamped_swiglu
 from triton_ops.activations.gelu_and_mul import gelu_and_mul
 from triton_ops.activations.gelu_fast import gelu_fast
 from triton_ops.activations.gelu_new import gelu_new
-from triton_ops.activations.silu_and_mul import silu_and_mul
+from triton_ops.activations.silu_and_mul import quantised_silu_and_mul, silu_and_mul
 from triton_ops.attention.arguments import Scoring
 from triton_ops.attention.decode import decode_attention
 from triton_ops.attention.extend import Extends, extend_attention, extend_tile_tokens
@@ -35,11 +35,12 @@ from triton_ops.kv.e4m3 import E4M3, FIRST_CAPABILITY
 from triton_ops.kv.kv_copy import kv_copy
 from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, qk_norm_rope_store
 from triton_ops.kv.view import KVView
-from triton_ops.linear.e4m3_linear import e4m3_linear, quantise_rows
+from triton_ops.linear.e4m3_linear import e4m3_linear
 from triton_ops.linear.few_rows_linear import few_rows_linear
 from triton_ops.linear.gated_linear import gated_linear
 from triton_ops.linear.int4_linear import dequantized_int4, int4_linear
 from triton_ops.linear.ordered_linear import ordered_linear
+from triton_ops.linear.quantised_rows import quantise_rows
 from triton_ops.linear.split_k_linear import split_k_linear
 from triton_ops.moe.e4m3 import ScaledE4M3
 from triton_ops.moe.expert_tiles import expert_tiles
@@ -49,7 +50,7 @@ from triton_ops.moe.mxfp4_hopper import takes_words
 from triton_ops.moe.topk_sigmoid import topk_sigmoid
 from triton_ops.moe.topk_softmax import topk_softmax
 from triton_ops.norms.layer_norm import add_layer_norm, layer_norm
-from triton_ops.norms.rms_norm import add_rms_norm, rms_norm, rms_norm_add
+from triton_ops.norms.rms_norm import add_rms_norm, quantised_rms_norm, rms_norm, rms_norm_add
 from triton_ops.row_tables import known_tokens, write_cells
 from triton_ops.sampling.filtered_logits import filtered_logits
 from triton_ops.sampling.logit_masks import add_bias, apply_bitmask, ban_tokens, keep_only
@@ -607,6 +608,12 @@ def _e4m3_cases() -> Iterator[KernelCase]:
             yield KernelCase(e4m3_linear, name, call, few, wgmma, FIRST_CAPABILITY)
             call = partial(quantise_rows, x, groups=blocks, impl="triton")
             yield KernelCase(quantise_rows, name, call, few, min_capability=FIRST_CAPABILITY)
+            wide = torch.empty(num_rows, 2 * depth, dtype=dtype)
+            call = partial(quantised_silu_and_mul, wide, groups=blocks, impl="triton")
+            yield KernelCase(quantised_silu_and_mul, name, call, few, min_capability=FIRST_CAPABILITY)
+            norm_weight = torch.empty(depth, dtype=dtype)
+            call = partial(quantised_rms_norm, x, x, norm_weight, 1e-5, groups=blocks, impl="triton")
+            yield KernelCase(quantised_rms_norm, name, call, few, min_capability=FIRST_CAPABILITY)
 
 
 # --- experts ---

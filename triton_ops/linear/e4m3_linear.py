@@ -1,5 +1,5 @@
-"""A linear projection whose weight is in e4m3, 8 bits a number, with scales in float32: x is quantised, too, row
-by row or in groups of 128 of its elements, and e4m3 is multiplied by e4m3.
+"""A linear projection whose weight is in e4m3, 8 bits a number, with scales in float32: x is quantised, too
+(`quantised_rows`), and e4m3 is multiplied by e4m3.
 
 The format is that of Micikevicius et al. (2022); blocks of 128 x 128 of a weight, with groups of 128 of x, are
 those of DeepSeek-V3 (2024).
@@ -12,14 +12,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import pad
 
-from triton_ops.activations.elementwise import as_rows
-from triton_ops.implementation import Impl, cdiv, gpu_of, next_power_of_2, runs_triton, tl, triton
-from triton_ops.kv.e4m3 import E4M3, E4M3_MAX, to_e4m3
-from triton_ops.tuning import E4M3_GROUPS, E4M3_ROW, e4m3_linear_config
+from triton_ops.implementation import Impl, cdiv, gpu_of, runs_triton, tl, triton
+from triton_ops.kv.e4m3 import E4M3
+from triton_ops.linear.quantised_rows import BLOCK, QuantisedRows, codes_of, scale_of, spread_groups
+from triton_ops.tuning import e4m3_linear_config
 
-BLOCK = 128  # of a weight's rows and columns, and of x's columns, that have a scale in common
-# Of a row or group whose largest number is smaller, all zeros among them, the scale is as if that were it.
-SMALLEST_MAX = 2.0**-64
 # Up to so many rows the kernel is faster than torch's product, of x's scales by row and of those by group.
 FEW_ROWS, FEW_ROWS_OF_GROUPS = 64, 32
 # Of torch's product: all in a tensor core's accumulator, which has fewer bits than float32. A result is 2 to 4
@@ -35,12 +32,12 @@ def quantised_weight(weight: Tensor, *, blocks: bool) -> tuple[Tensor, Tensor]:
     num_rows, depth = weight.shape
     wide = weight.float()
     if not blocks:
-        scale = _scale_of(wide.abs().amax(1))
-        return _codes(wide, scale.unsqueeze(1)), scale
+        scale = scale_of(wide.abs().amax(1))
+        return codes_of(wide, scale.unsqueeze(1)), scale
     padded = pad(wide.abs(), (0, -depth % BLOCK, 0, -num_rows % BLOCK))
     tiles = padded.view(cdiv(num_rows, BLOCK), BLOCK, cdiv(depth, BLOCK), BLOCK)
-    scale = _scale_of(tiles.amax((1, 3)))
-    return _codes(wide, _spread(scale, num_rows, depth)), scale
+    scale = scale_of(tiles.amax((1, 3)))
+    return codes_of(wide, _spread(scale, num_rows, depth)), scale
 
 
 def dequantised_weight(codes: Tensor, scale: Tensor) -> Tensor:
@@ -53,109 +50,22 @@ def _spread(scale: Tensor, num_rows: int, depth: int) -> Tensor:
     return scale.repeat_interleave(BLOCK, 0)[:num_rows].repeat_interleave(BLOCK, 1)[:, :depth]
 
 
-def _scale_of(largest: Tensor) -> Tensor:
-    # By a tensor: a GPU would multiply by the reciprocal of a number, which is not always the same.
-    return largest.clamp_min(SMALLEST_MAX) / torch.full_like(largest, E4M3_MAX)
-
-
-def _codes(wide: Tensor, scale: Tensor) -> Tensor:
-    codes = (wide / scale).clamp_(-E4M3_MAX, E4M3_MAX)
-    return codes.masked_fill_(~wide.isfinite(), torch.nan).to(E4M3)
-
-
-# --- x ---
-
-
-def quantise_rows(x: Tensor, *, groups: bool, impl: Impl = "auto") -> tuple[Tensor, Tensor]:
-    """`x [M, K]`, any float, in e4m3, and float32 scales: `[M, 1]` of rows, or with `groups` `[M, K / 128]`
-    rounded up. A scale is the largest finite absolute value over 448; numbers that are not finite become NaN.
-    """
-    num_rows, depth = x.shape
-    if not runs_triton(impl, x.device):
-        wide = x.float()
-        sizes = wide.abs().masked_fill_(~wide.isfinite(), 0.0)
-        if not groups:
-            scale = _scale_of(sizes.amax(1, keepdim=True))
-            return _codes(wide, scale), scale
-        scale = _scale_of(pad(sizes, (0, -depth % BLOCK)).view(num_rows, cdiv(depth, BLOCK), BLOCK).amax(2))
-        return _codes(wide, _spread_groups(scale, depth)), scale
-    rows = as_rows(x)
-    codes = torch.empty(num_rows, depth, dtype=E4M3, device=x.device)
-    scale = torch.empty(num_rows, cdiv(depth, BLOCK) if groups else 1, dtype=torch.float32, device=x.device)
-    if num_rows:
-        kernel, most = (_quantise_groups_kernel, E4M3_GROUPS) if groups else (_quantise_rows_kernel, E4M3_ROW)
-        block = min(most.size, max(BLOCK, next_power_of_2(depth)))
-        kernel[(num_rows * (cdiv(depth, block) if groups else 1),)](
-            rows,
-            codes,
-            scale,
-            rows.stride(0),
-            SIZE=depth,
-            BLOCK=block,
-            num_warps=max(1, most.num_warps * block // most.size),
-        )
-    return codes, scale
-
-
-def _spread_groups(scale: Tensor, depth: int) -> Tensor:
-    """Scales of groups for each element."""
-    return scale.repeat_interleave(BLOCK, 1)[:, :depth]
-
-
-@triton.jit
-def _quantise_rows_kernel(x_ptr, codes_ptr, scale_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """A program quantises a row. What does not fit its registers is read twice."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * x_stride + column, mask=column < SIZE, other=0.0)
-    largest = _finite_sizes(x)
-    for start in range(BLOCK, SIZE, BLOCK):
-        rest = tl.load(x_ptr + row * x_stride + start + column, mask=start + column < SIZE, other=0.0)
-        largest = tl.maximum(largest, _finite_sizes(rest))
-    scale = _scale(tl.max(largest, axis=0))
-    tl.store(scale_ptr + row, scale)
-    tl.store(codes_ptr + row * SIZE + column, to_e4m3(x, scale), mask=column < SIZE)
-    for start in range(BLOCK, SIZE, BLOCK):
-        rest = tl.load(x_ptr + row * x_stride + start + column, mask=start + column < SIZE, other=0.0)
-        tl.store(codes_ptr + row * SIZE + start + column, to_e4m3(rest, scale), mask=start + column < SIZE)
-
-
-@triton.jit
-def _quantise_groups_kernel(x_ptr, codes_ptr, scale_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """A program quantises some groups of a row."""
-    num_blocks: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
-    num_groups: tl.constexpr = (SIZE + 127) // 128
-    row = (tl.program_id(0) // num_blocks).to(tl.int64)
-    group = tl.program_id(0) % num_blocks * (BLOCK // 128) + tl.arange(0, BLOCK // 128)[:, None]
-    column = group * 128 + tl.arange(0, 128)[None, :]
-    x = tl.load(x_ptr + row * x_stride + column, mask=column < SIZE, other=0.0)
-    scale = _scale(tl.max(_finite_sizes(x), axis=1, keep_dims=True))
-    tl.store(scale_ptr + row * num_groups + group, scale, mask=group < num_groups)
-    tl.store(codes_ptr + row * SIZE + column, to_e4m3(x, scale), mask=column < SIZE)
-
-
-@triton.jit
-def _finite_sizes(x):
-    size = tl.abs(x.to(tl.float32))
-    return tl.where(size < float("inf"), size, 0.0)
-
-
-@triton.jit
-def _scale(largest):
-    """`_scale_of`."""
-    return tl.div_rn(tl.maximum(largest, 5.421010862427522e-20), tl.full(largest.shape, 448.0, tl.float32))
-
-
 # --- the product ---
 
 
 def e4m3_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, impl: Impl = "auto"
+    x: Tensor | QuantisedRows,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    impl: Impl = "auto",
 ) -> Tensor:
     """`x W^T + b`, of x in e4m3, summed in float32 and rounded once: `[..., N]` in x's dtype.
 
     Args:
-        x: `[..., K]`, any float. `quantise_rows` quantises it, in groups where the weight has scales of blocks.
+        x: `[..., K]`, any float. `quantise_rows` quantises it, in groups where the weight has scales of blocks,
+            unless who made it has done so.
         weight: e4m3 `[N, K]`, contiguous.
         scale: of the weight, float32 `[N]`, or `[N / 128, K / 128]` rounded up, contiguous.
         bias: `[N]` in x's dtype, contiguous; None: 0.
@@ -164,25 +74,30 @@ def e4m3_linear(
 
     Raises ValueError where shapes or dtypes disagree.
     """
-    _check(x, weight, scale, bias)
     groups = scale.dim() == 2
-    codes, x_scale = quantise_rows(x.reshape(-1, x.shape[-1]), groups=groups, impl=impl)
-    if not runs_triton(impl, x.device):
-        wide = codes.float().mul_(_spread_groups(x_scale, x.shape[-1]) if groups else x_scale)
+    shape = x.codes.shape if isinstance(x, QuantisedRows) else x.shape
+    _check(shape[-1], x.dtype, weight, scale, bias)
+    if not isinstance(x, QuantisedRows):
+        x = QuantisedRows.of(x.reshape(-1, x.shape[-1]), groups=groups, impl=impl)
+    elif x.in_groups != groups and shape[-1] > BLOCK:
+        raise ValueError(f"x is quantised {x.words}, but the weight's scales are {[*scale.shape]}")
+    codes, x_scale = x.codes, x.scale
+    if not runs_triton(impl, codes.device):
+        wide = codes.float().mul_(spread_groups(x_scale, shape[-1]) if groups else x_scale)
         result = wide @ dequantised_weight(weight, scale).T
         out = (result if bias is None else result + bias.float()).to(x.dtype)
     elif _torch_is_faster(codes, weight, bias, x.dtype, groups=groups):
         out = torch_scaled_product(codes, x_scale, weight, scale, bias, x.dtype)
     else:
         out = scaled_product(codes, x_scale, weight, scale, bias, x.dtype)
-    return out.view(*x.shape[:-1], len(weight))
+    return out.view(*shape[:-1], len(weight))
 
 
-def _check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+def _check(size: int, dtype: torch.dtype, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
     num_columns, depth = weight.shape
-    if weight.dtype != E4M3 or not weight.is_contiguous() or x.shape[-1] != depth:
+    if weight.dtype != E4M3 or not weight.is_contiguous() or size != depth:
         raise ValueError(
-            f"weight must be contiguous [N, {x.shape[-1]}] in {E4M3}, but is {[*weight.shape]} in {weight.dtype} "
+            f"weight must be contiguous [N, {size}] in {E4M3}, but is {[*weight.shape]} in {weight.dtype} "
             f"with strides {[*weight.stride()]}"
         )
     blocks = [cdiv(num_columns, BLOCK), cdiv(depth, BLOCK)]
@@ -191,9 +106,9 @@ def _check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Non
             f"scale must be contiguous float32 {[num_columns]} or {blocks}, but is {[*scale.shape]} in "
             f"{scale.dtype}"
         )
-    if bias is not None and (bias.shape != (num_columns,) or bias.dtype != x.dtype or not bias.is_contiguous()):
+    if bias is not None and (bias.shape != (num_columns,) or bias.dtype != dtype or not bias.is_contiguous()):
         raise ValueError(
-            f"bias must be contiguous {[num_columns]} in {x.dtype}, but is {[*bias.shape]} in {bias.dtype}"
+            f"bias must be contiguous {[num_columns]} in {dtype}, but is {[*bias.shape]} in {bias.dtype}"
         )
 
 

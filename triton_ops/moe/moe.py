@@ -23,8 +23,9 @@ from triton_ops.implementation import (
     tl,
     triton,
 )
-from triton_ops.linear.e4m3_linear import e4m3_linear, quantise_rows
+from triton_ops.linear.e4m3_linear import e4m3_linear
 from triton_ops.linear.ordered_linear import ordered_linear
+from triton_ops.linear.quantised_rows import quantise_rows
 from triton_ops.moe.e4m3 import ScaledE4M3
 from triton_ops.moe.expert_tiles import expert_tiles
 from triton_ops.moe.mxfp4 import GROUP, Mxfp4, dequantised_tile

@@ -18,6 +18,9 @@ from triton_ops.implementation import (
     tl,
     triton,
 )
+from triton_ops.kv.e4m3 import to_e4m3
+from triton_ops.linear.quantised_rows import BLOCK as GROUP
+from triton_ops.linear.quantised_rows import QuantisedRows, e4m3_scale, finite_sizes
 from triton_ops.tuning import EARLY_BLOCK, row_blocks
 
 
@@ -30,7 +33,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float | None = No
     OLMo 2 and 1 in Gemma, whose weights are centred on 0.
     """
     if runs_triton(impl, x.device):
-        return _launch(x, None, weight, eps, offset)[0]
+        return _tensors(_launch(x, None, weight, eps, offset))[0]
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if offset is None:
@@ -56,13 +59,38 @@ def add_rms_norm(
     """
     in_parts = offset is None and x.dim() > residual.dim()
     if runs_triton(impl, x.device):
-        return _launch(x, residual, weight, eps, offset, before=before, in_parts=in_parts)
+        return _tensors(_launch(x, residual, weight, eps, offset, before=before, in_parts=in_parts))
     if in_parts:
         x = reduce(torch.add, x).to(residual.dtype)
     if before is not None:
         x = rms_norm(x, before, eps, offset=offset, impl="torch")
     residual = x + residual
     return rms_norm(residual, weight, eps, offset=offset, impl="torch"), residual
+
+
+def quantised_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    *,
+    groups: bool,
+    offset: float | None = None,
+    impl: Impl = "auto",
+) -> tuple[QuantisedRows, Tensor]:
+    """`add_rms_norm`, or without a residual `rms_norm` and x, of `[num_tokens, size]`: the norm as `quantise_rows`
+    quantises it, but in the kernel that makes it: to the bit, but for the order of the norm's sum.
+    """
+    if runs_triton(impl, x.device) and not (groups and x.shape[-1] < GROUP):
+        in_parts = residual is not None and offset is None and x.dim() > residual.dim()
+        normed, total = _launch(x, residual, weight, eps, offset, in_parts=in_parts, groups=groups)
+        assert isinstance(normed, QuantisedRows)
+        return normed, total
+    if residual is None:
+        whole, total = rms_norm(x, weight, eps, offset=offset, impl=impl), x
+    else:
+        whole, total = add_rms_norm(x, residual, weight, eps, offset=offset, impl=impl)
+    return QuantisedRows.of(whole, groups=groups, impl=impl), total
 
 
 def rms_norm_add(
@@ -83,11 +111,13 @@ def _launch(
     *,
     before: Tensor | None = None,
     in_parts: bool = False,
-) -> tuple[Tensor, Tensor]:
+    groups: bool | None = None,
+) -> tuple[Tensor | QuantisedRows, Tensor]:
     """The kernel's norm of `x`, or of `x + residual`, and that sum (x itself without a residual).
 
     With a weight `before`, x is normed by it before it is added. Without `weight` both results are the sum. With
-    `in_parts`, x is the parts of `add_rms_norm`. Rows that do not lie a common stride apart are copied first.
+    `in_parts`, x is the parts of `add_rms_norm`. With `groups` the norm is quantised as `quantise_rows` does it.
+    Rows that do not lie a common stride apart are copied first.
     Raises ValueError where shapes or dtypes disagree.
     """
     size, rows, like, parts = x.shape[-1], as_rows(x), x, 0
@@ -99,8 +129,11 @@ def _launch(
         if vector is not None:
             check_vector(name, vector, like)
     num_rows = like.numel() // size
-    normed = others = total = None
-    if weight is not None:
+    normed: Tensor | QuantisedRows | None = None
+    others = total = None
+    if groups is not None:
+        normed = QuantisedRows.empty(num_rows, size, like, groups=groups)
+    elif weight is not None:
         normed = torch.empty_like(like, memory_format=torch.contiguous_format)
     if residual is not None:
         check_residual(residual, like)
@@ -112,7 +145,8 @@ def _launch(
             others,
             before,
             weight,
-            normed,
+            normed.codes if isinstance(normed, QuantisedRows) else normed,
+            normed.scale if isinstance(normed, QuantisedRows) else None,
             total,
             num_rows,
             rows.stride(0),
@@ -120,6 +154,7 @@ def _launch(
             eps,
             PARTS=parts,
             OFFSET=offset,
+            GROUPS=bool(groups),
             SIZE=size,
             BLOCK=block,
             ROWS=block_rows,
@@ -130,6 +165,12 @@ def _launch(
     return total if normed is None else normed, total
 
 
+def _tensors(results: tuple[Tensor | QuantisedRows, Tensor]) -> tuple[Tensor, Tensor]:
+    normed, total = results
+    assert isinstance(normed, Tensor)
+    return normed, total
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x_ptr,
@@ -137,6 +178,7 @@ def _rms_norm_kernel(
     before_ptr,
     weight_ptr,
     out_ptr,
+    scale_ptr,
     sum_ptr,
     num_rows,
     x_stride,
@@ -144,6 +186,7 @@ def _rms_norm_kernel(
     eps,
     PARTS: tl.constexpr,
     OFFSET: tl.constexpr,
+    GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -187,7 +230,22 @@ def _rms_norm_kernel(
         if not early:
             weight = tl.load(weight_ptr + same, mask=mask, other=0.0)
         normed = weighted(x.to(tl.float32) * scale, weight, dtype, OFFSET)
-        tl.store(out_ptr + row * SIZE + col, normed, mask=mask)
+        if scale_ptr is None:
+            tl.store(out_ptr + row * SIZE + col, normed, mask=mask)
+        elif GROUPS:
+            grouped = tl.reshape(normed, (ROWS, BLOCK // 128, 128))
+            scales = e4m3_scale(tl.max(finite_sizes(grouped), axis=2, keep_dims=True))
+            nth_row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None, None].to(tl.int64)
+            group = tl.arange(0, BLOCK // 128)[None, :, None]
+            column = group * 128 + tl.arange(0, 128)[None, None, :]
+            num_groups: tl.constexpr = (SIZE + 127) // 128
+            is_row = nth_row < num_rows
+            tl.store(scale_ptr + nth_row * num_groups + group, scales, mask=is_row & (group < num_groups))
+            tl.store(out_ptr + nth_row * SIZE + column, to_e4m3(grouped, scales), mask=is_row & (column < SIZE))
+        else:
+            scales = e4m3_scale(tl.max(finite_sizes(normed), axis=1, keep_dims=True))
+            tl.store(scale_ptr + row, scales, mask=row < num_rows)
+            tl.store(out_ptr + row * SIZE + col, to_e4m3(normed, scales), mask=mask)
 
 
 @triton.jit

@@ -11,14 +11,13 @@ from torch import Tensor
 from triton_ops.implementation import gpu_of
 from triton_ops.kv.e4m3 import E4M3, E4M3_MAX, FIRST_CAPABILITY
 from triton_ops.linear.e4m3_linear import (
-    SMALLEST_MAX,
     dequantised_weight,
     e4m3_linear,
-    quantise_rows,
     quantised_weight,
     scaled_product,
     torch_scaled_product,
 )
+from triton_ops.linear.quantised_rows import SMALLEST_MAX, quantise_rows
 
 # The interpreter does not know bfloat16.
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
@@ -92,37 +91,6 @@ def test_the_product_is_that_of_rounded_numbers(blocks: bool) -> None:
 
 
 # --- the kernels ---
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("groups", [False, True])
-@pytest.mark.parametrize(("num_rows", "depth"), [(1, 128), (5, 80), (3, 1000), (2, 17_000), (0, 128)])
-def test_quantise_rows(
-    num_rows: int, depth: int, groups: bool, dtype: torch.dtype, kernel_device: torch.device
-) -> None:
-    """All bits are the reference's, of rows beyond a block, too."""
-    x = random(num_rows, depth, dtype=dtype, device=kernel_device)
-    x[:, depth - 2] = 1000.0  # the largest one, beyond the first block
-    if num_rows > 1:
-        x[1, 3], x[1, depth - 1] = torch.inf, torch.nan
-        x[0] = 0.0
-    (codes, scale), (expected, expected_scale) = (
-        quantise_rows(x, groups=groups, impl=impl) for impl in ("triton", "torch")
-    )
-    assert torch.equal(scale, expected_scale)
-    assert codes.dtype == expected.dtype == E4M3
-    # NaN has two spellings.
-    torch.testing.assert_close(codes.float(), expected.float(), atol=0.0, rtol=0.0, equal_nan=True)
-
-
-@pytest.mark.parametrize("groups", [False, True])
-def test_quantise_rows_that_lie_apart(groups: bool, kernel_device: torch.device) -> None:
-    packed = random(6, 600, device=kernel_device)
-    for x in (packed[:, 100:300], packed[::2], packed[:, ::3]):
-        codes, scale = quantise_rows(x, groups=groups, impl="triton")
-        expected, expected_scale = quantise_rows(x.clone(), groups=groups, impl="torch")
-        assert torch.equal(codes.float(), expected.float())
-        assert torch.equal(scale, expected_scale)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
