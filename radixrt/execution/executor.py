@@ -20,6 +20,7 @@ from radixrt.execution.staging import Staging
 from radixrt.models.decoder import Decoder
 from radixrt.schedule.passes import Features, Pass
 from triton_ops.row_tables import known_tokens, write_cells
+from triton_ops.sampling.logit_masks import mask_rows
 from triton_ops.sampling.logprobs import token_logprobs
 from triton_ops.sampling.sample import finite_rows
 
@@ -151,10 +152,16 @@ class Executor:
 
     def draw(self, forward: Forward, masks: Int32Array | None = None) -> Drawn:
         """Start the draws of a pass, with the masks, in `mask_memory`, of those that are masked: `last_token` gets
-        the first token of each row.
+        the first token of each row. Masked logits are no more what the model made of them.
         """
         arrays, sampling, logits = forward.arrays, forward.pass_.sampling, forward.logits
         processed, last_token = sampling.processed, self.last_token
+        unmasked = logits  # log-probabilities are of these
+        if masks is not None:
+            if sampling.num_top is not None:
+                unmasked = logits.clone()
+            sent = self._masks.send(masks.reshape(-1))[: masks.size].view(masks.shape)
+            mask_rows(logits, arrays["masked_rows"], sent, impl=self._impl)
         if forward.finite is not None and not len(logits):
             return Drawn(arrays["logits_rows"], forward.finite)
         if forward.decodes is None:
@@ -170,13 +177,11 @@ class Executor:
             launch()
         filtered = None
         if processed is not None:
-            if masks is not None:
-                arrays = {**arrays, "masks": self._masks.send(masks.reshape(-1))[: masks.size].view(masks.shape)}
             filtered = sample_processed(logits, arrays, processed, last_token, out, impl=self._impl)
         token_ids, drawn = out
         logprobs: tuple[Tensor, ...] = ()
         if sampling.num_top is not None:
-            logprobs = draw_logprobs(logits, token_ids, arrays, sampling.num_top, filtered, impl=self._impl)
+            logprobs = draw_logprobs(unmasked, token_ids, arrays, sampling.num_top, filtered, impl=self._impl)
         if forward.finite is None:
             if processed is not None:
                 self._keep_tokens(arrays["req_pool_indices"][: len(logits)], token_ids)

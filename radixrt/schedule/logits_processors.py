@@ -63,7 +63,6 @@ class LogitsProcessors:
     bad_words: tuple[BadWords, BadWords]  # for histories whose last token is known, and is not
     end: int  # position from which on nothing is changed
     has_lists: bool  # `processor_arrays` has something of it, at some position
-    has_form: bool = False  # all of its draws are masked
 
     @classmethod
     def of(cls, request: Request) -> LogitsProcessors | None:
@@ -73,7 +72,7 @@ class LogitsProcessors:
         has_lists = (
             params.has_penalties or bool(params.logit_bias or words) or params.allowed_token_ids is not None
         )
-        is_endless = has_lists or request.form is not None or params.wants_processed_logprobs
+        is_endless = has_lists or params.wants_processed_logprobs
         end = NEVER if is_endless else stops_from
         if end <= request.prompt_len:
             return None
@@ -88,7 +87,6 @@ class LogitsProcessors:
             bad_words=(BadWords.of(words, False), BadWords.of(words, True)),
             end=end,
             has_lists=has_lists or stops_from > request.prompt_len,
-            has_form=request.form is not None,
         )
 
 

@@ -48,8 +48,7 @@ class SamplingInputs:
     # Parameters by name, each `[S]`, `[X]` or `[L]`, or a list of pairs of a processed row and a token. Where Y
     # rows want log-probabilities of what they are drawn from, their places `[Y]` among the X and among the L.
     arrays: Mapping[str, NDArray[Any]]
-    # `[M]`, those of the S draws whose answers have a form: they wait for masks. `masked_rows` are their places
-    # among the X.
+    # `[M]`, those of the S draws whose answers have a form: they wait for masks, which come before all else.
     masked: Int32Array | None = None
 
 

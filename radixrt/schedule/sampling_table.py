@@ -30,7 +30,8 @@ class SamplingTable:
         }
         self._num_top = np.full(size, NO_LOGPROBS, dtype=np.int32)
         self._wants_processed = np.zeros(size, dtype=bool)  # log-probabilities
-        self._has_form, self._has_lists = np.zeros((2, size), dtype=bool)  # processors with a mask, with more
+        self._has_form = np.zeros(size, dtype=bool)
+        self._has_lists = np.zeros(size, dtype=bool)  # of its processors
         self._processors_end = np.zeros(size, dtype=np.int64)
         self._processors: dict[int, LogitsProcessors] = {}
 
@@ -46,11 +47,12 @@ class SamplingTable:
             column[row] = value
         self._num_top[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         self._wants_processed[row] = params.wants_processed_logprobs
+        self._has_form[row] = request.form is not None
         processors = LogitsProcessors.of(request)
         self._processors_end[row] = 0 if processors is None else processors.end
         if processors is not None:
             self._processors[row] = processors
-            self._has_form[row], self._has_lists[row] = processors.has_form, processors.has_lists
+            self._has_lists[row] = processors.has_lists
 
     def prepare(
         self, answers: Sequence[Answer], rows_of_pass: Int32Array, seq_lens: Int32Array, num_samples: Int32Array
@@ -69,8 +71,11 @@ class SamplingTable:
         asks = bool(has_logprobs.any())
         own: Arrays = {"logprob_rows": np.flatnonzero(has_logprobs).astype(np.int32)} if asks else {}
 
+        masked = np.flatnonzero(self._has_form.take(rows)).astype(np.int32)
+        if len(masked):
+            own["masked_rows"] = masked
         is_processed = positions < self._processors_end.take(rows)
-        processed = masked = None
+        processed = None
         if is_processed.any():
             at = np.flatnonzero(is_processed)
             own["processed_rows"] = at.astype(np.int32)
@@ -86,14 +91,11 @@ class SamplingTable:
                     row, position, known = int(rows[i]), int(positions[i]), answers[logits_rows[i]].tokens()
                     draws.append(ProcessedDraw(self._processors[row], row, position, known))
                 own |= processor_arrays(draws)
-            of_forms = np.flatnonzero(self._has_form.take(rows[at])).astype(np.int32)
-            if len(of_forms):
-                own["masked_rows"], masked = of_forms, at[of_forms].astype(np.int32)
             # These rows are drawn again from their processed logits: greedy draws are the cheapest here.
             rows = np.where(is_processed, np.int32(self._neutral_row), rows)
         features, plain = self._draws(rows, positions, samples)
         most_top = int(num_top.max()) if asks else None
-        return SamplingInputs(logits_rows, features, processed, most_top, plain | own, masked)
+        return SamplingInputs(logits_rows, features, processed, most_top, plain | own, own.get("masked_rows"))
 
     def _draws(self, rows: Int32Array, positions: Int32Array, samples: Int32Array) -> tuple[Features, Arrays]:
         """The features of S draws, and the arrays that they read, each `[S]`.

@@ -24,7 +24,7 @@ from radixrt import FinishReason, PassError, RequestOutput, Runtime
 from radixrt import SamplingParams as Params
 from radixrt.cache.radix_tree import Namespace
 from radixrt.engine.engine import Engine
-from radixrt.execution import graphs
+from radixrt.execution import executor, graphs
 from radixrt.execution.attention import planner as attention_planner
 from radixrt.execution.attention.pass_plans import CUT, WHOLE, PlanShape
 from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
@@ -33,6 +33,7 @@ from radixrt.execution.graphs import CAPTURED_DRAWS, ladder
 from radixrt.execution.in_flight import PassTimer
 from radixrt.execution.model_runner import ModelRunner, Tuning
 from radixrt.execution.pass_builder import PackedPass, PassBuilder, PassKey
+from radixrt.execution.sampling import sampler
 from radixrt.execution.staging import Staging
 from radixrt.limits import NO_PASSES, PassLimits
 from radixrt.models.decoder import Decoder
@@ -52,6 +53,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.recomputing import Recomputing, planner_on_cpu
 from tests.support.world.invariants import total_len
+from tests.test_forms import STEPS, generate
 from triton_ops.implementation import gpu_of
 from triton_ops.kv.e4m3 import FIRST_CAPABILITY
 
@@ -370,6 +372,30 @@ def test_all_kinds_together(folder: Path, options: dict[str, Any], launches: Lau
     prompts = [head[: 5 + i] + tail for i, tail in enumerate(random_prompts(len(KINDS), seed=3))]
     check_both(folder, prompts, list(KINDS.values()), **options)
     assert len({count for count, _, _ in decodes_of(launches)}) > 2
+
+
+def test_draws_that_are_only_masked_are_the_captured_ones(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, launches: Launches
+) -> None:
+    """Answers with a form beside others, as they are without graphs; nothing is drawn twice."""
+    prompts = random_prompts(6, least=3, seed=4)
+    params = [replace(Params(seed=place, top_k=20, max_new_tokens=9, ignore_eos=True)) for place in range(4)]
+    params += [replace(GREEDY, max_new_tokens=5), replace(params[0], logprobs=2)]
+    forms = dict.fromkeys((0, 2, 4, 5), STEPS)
+    with runtime_of(folder, cuda_graphs=False) as eager:
+        expected = generate(eager, prompts, params, forms)
+    drawn: list[Any] = []
+    plain, processed = sampler.sample_plain, executor.sample_processed
+    monkeypatch.setattr(executor, "sample_processed", lambda *_, **__: drawn.append(processed))
+    monkeypatch.setattr(executor, "sample_plain", lambda *a, **k: (drawn.append(plain), plain(*a, **k))[1])
+    launches.clear()
+    with runtime_of(folder) as runtime:
+        drawn.clear()
+        assert_same(generate(runtime, prompts, params, forms), expected)
+    assert processed not in drawn
+    assert decodes_of(launches)
+    if torch.get_default_device().type == "cuda":  # elsewhere what is captured is computed anew
+        assert len(drawn) == len(launches) - len(decodes_of(launches))
 
 
 MANY_PASSES = [("llama", True), ("gemma3", False), ("llama", False), ("mistral", True)]

@@ -118,6 +118,33 @@ def test_a_mask_may_come_between_logits_and_draw(loaded: Decoder, is_eager: bool
 
 
 @pytest.mark.parametrize("is_eager", [True, False])
+@pytest.mark.parametrize("pass_", PASSES[:2], ids=["extends", "decodes"])
+def test_masks_come_before_the_draws_and_leave_log_probabilities(
+    loaded: Decoder, is_eager: bool, pass_: Pass
+) -> None:
+    """Those of some rows; log-probabilities are of the model's own logits. What is not finite is told."""
+    computer = Computer(loaded, is_eager=is_eager)
+    rows, every = np.array([0, 2], np.int32), np.arange(3, dtype=np.int32)
+    if pass_ is not PROMPTS:
+        computer.run(PROMPTS)
+    arrays = {"masked_rows": rows, "logprob_rows": every}
+    pass_ = replace(pass_, sampling=SamplingInputs(every, Features(), None, 0, arrays, rows))
+    forward = computer.forward(pass_)
+    with torch.inference_mode():
+        forward.logits[1, 11], forward.logits[2, 20] = 1e9, float("nan")
+        before = forward.logits.clone()
+        masks = computer.executor.mask_memory(2, -(-VOCAB_SIZE // 32))
+        masks[:] = 0
+        masks[0, 0] = masks[1, 0] = 1 << 7
+        drawn = computer.executor.draw(forward, masks)
+    assert drawn.token_ids.tolist()[:2] == [7, 11]
+    assert drawn.finite.tolist() == [True, True, False]
+    chosen = before.log_softmax(-1).gather(1, drawn.token_ids.long().unsqueeze(1)).flatten()
+    torch.testing.assert_close(drawn.logprobs[0][:2], chosen[:2])
+    assert computer.executor.last_token[ROWS[:2]].tolist() == [7, 11]
+
+
+@pytest.mark.parametrize("is_eager", [True, False])
 def test_logits_that_are_not_finite_are_told(loaded: Decoder, is_eager: bool) -> None:
     """Though the hidden state is."""
     computer = Computer(loaded, is_eager=is_eager)

@@ -13,6 +13,7 @@ from radixrt.schedule.answer import Answer, RequestLog
 from radixrt.schedule.passes import Features, SamplingInputs
 from radixrt.schedule.request import Request
 from radixrt.schedule.sampling_table import SamplingTable
+from tests.support.forms import RuleForm
 
 NUM_ROWS = 40
 END = 2
@@ -125,6 +126,24 @@ def test_a_row_forgets_who_was_there_before() -> None:
         asking = answer(2, params)
         table.admit(0, asking)
         assert ("filtered_rows" in table.prepare([asking], row, row + 6, one).arrays) == is_wanted
+
+
+def test_draws_of_answers_with_a_form_are_masked() -> None:
+    """All else is as without: they are processed only where their requests ask for more."""
+    form = RuleForm(100, lambda tokens: {1})
+    params = [Params(top_k=3), Params(), Params(presence_penalty=1), Params(temperature=0)]
+    params.append(Params(min_new_tokens=9))
+    plain = prepared([answer(i, own) for i, own in enumerate(params)], range(5), [2, 1, 1, 0, 1])
+    assert plain.masked is None
+    answers = [answer(i, own, **({} if i == 1 else {"form": form})) for i, own in enumerate(params)]
+    inputs = prepared(answers, range(5), [2, 1, 1, 0, 1])
+    assert inputs.masked is not None
+    assert inputs.masked.tolist() == [0, 1, 3, 4]
+    assert inputs.arrays["masked_rows"] is inputs.masked
+    assert (inputs.features, inputs.processed) == (plain.features, plain.processed)
+    assert {name: array.tolist() for name, array in inputs.arrays.items() if name != "masked_rows"} == {
+        name: array.tolist() for name, array in plain.arrays.items()
+    }
 
 
 def test_ends_are_held_back_no_longer_than_asked() -> None:

@@ -53,7 +53,7 @@ from triton_ops.norms.layer_norm import add_layer_norm, layer_norm
 from triton_ops.norms.rms_norm import add_rms_norm, quantised_rms_norm, rms_norm, rms_norm_add
 from triton_ops.row_tables import known_tokens, write_cells
 from triton_ops.sampling.filtered_logits import filtered_logits
-from triton_ops.sampling.logit_masks import add_bias, apply_bitmask, ban_tokens, keep_only
+from triton_ops.sampling.logit_masks import add_bias, apply_bitmask, ban_tokens, keep_only, mask_rows
 from triton_ops.sampling.logprobs import token_logprobs
 from triton_ops.sampling.penalties import apply_penalties
 from triton_ops.sampling.sample import finite_rows, greedy, sample
@@ -804,6 +804,10 @@ class LogitsShape:
         bitmask = torch.empty(self.num_rows, -(-self.vocab_size // 32), dtype=torch.int32)
         apply_bitmask(self.logits(), bitmask, impl="triton")
 
+    def mask_rows(self) -> None:
+        bitmasks = torch.empty(self.num_rows, -(-self.vocab_size // 32), dtype=torch.int32)
+        mask_rows(self.logits(), self.each(torch.int32), bitmasks, impl="triton")
+
 
 def _sampling_cases() -> Iterator[KernelCase]:
     """Vocabularies of Qwen, Llama 3 and Llama 2, and one that is a multiple of nothing."""
@@ -829,6 +833,7 @@ def _sampling_cases() -> Iterator[KernelCase]:
             yield KernelCase(ban_tokens, str(shape), shape.ban_tokens, few)
             yield KernelCase(keep_only, str(shape), shape.keep_only, few)
             yield KernelCase(apply_bitmask, str(shape), shape.apply_bitmask, few)
+            yield KernelCase(mask_rows, str(shape), shape.mask_rows, few)
 
 
 # --- KV movement ---

@@ -79,9 +79,35 @@ def apply_bitmask(logits: Tensor, bitmask: Tensor, *, impl: Impl = "auto") -> Te
                 **LOGITS.launch_arguments(),
             )
         return out
-    bits = torch.arange(WORD_BITS, dtype=torch.int32, device=logits.device)
-    allowed = ((bitmask.unsqueeze(2) >> bits) & 1).flatten(1)[:, :vocab_size] != 0
-    return logits.masked_fill(~allowed, -torch.inf)
+    return logits.masked_fill(~_allowed(bitmask, vocab_size), -torch.inf)
+
+
+def mask_rows(logits: Tensor, rows: Tensor, bitmasks: Tensor, *, impl: Impl = "auto") -> None:
+    """Put -inf, in place, at the tokens of rows of `logits` `[R, vocab_size]` whose bit is 0.
+
+    `rows` are distinct, int32 `[M]`; `bitmasks` `[M, ceil(vocab_size / 32)]` are as in `apply_bitmask`. A row with
+    NaN or +inf keeps one: it does not pass for finite.
+    """
+    num_rows, vocab_size = len(rows), logits.shape[1]
+    if runs_triton(impl, logits.device):
+        if num_rows:
+            _mask_rows_kernel[(num_rows * cdiv(vocab_size, LOGITS.size),)](
+                logits,
+                rows,
+                bitmasks,
+                logits.stride(0),
+                bitmasks.stride(0),
+                VOCAB_SIZE=vocab_size,
+                **LOGITS.launch_arguments(),
+            )
+        return
+    own = logits.index_select(0, rows)
+    logits.index_copy_(0, rows.long(), torch.where(_allowed(bitmasks, vocab_size), own, own - torch.inf))
+
+
+def _allowed(bitmask: Tensor, vocab_size: int) -> Tensor:
+    bits = torch.arange(WORD_BITS, dtype=torch.int32, device=bitmask.device)
+    return ((bitmask.unsqueeze(2) >> bits) & 1).flatten(1)[:, :vocab_size] != 0
 
 
 def _add_at(
@@ -144,3 +170,25 @@ def _bitmask_kernel(
     # Forbidden logits are not read.
     logits = tl.load(logits_ptr + row * logits_stride + token, mask=mask & allowed, other=-float("inf"))
     tl.store(out_ptr + row * VOCAB_SIZE + token, logits, mask=mask)
+
+
+@triton.jit
+def _mask_rows_kernel(
+    logits_ptr,
+    rows_ptr,
+    bitmasks_ptr,
+    logits_stride,
+    bitmasks_stride,
+    VOCAB_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    num_blocks: tl.constexpr = (VOCAB_SIZE + BLOCK - 1) // BLOCK
+    program = tl.program_id(0)
+    place = (program // num_blocks).to(tl.int64)
+    token = program % num_blocks * BLOCK + tl.arange(0, BLOCK)
+    mask = token < VOCAB_SIZE
+    word = tl.load(bitmasks_ptr + place * bitmasks_stride + token // 32, mask=mask, other=0)
+    forbidden = mask & (((word >> (token % 32)) & 1) == 0)
+    at_ptr = logits_ptr + tl.load(rows_ptr + place).to(tl.int64) * logits_stride + token
+    # A sum, so that +inf and NaN do not pass for forbidden.
+    tl.store(at_ptr, tl.load(at_ptr, mask=forbidden, other=0.0) + float("-inf"), mask=forbidden)

@@ -14,7 +14,7 @@ from torch import Tensor
 from radixrt.schedule.passes import NO_TOKEN, PROCESSED, Features
 from triton_ops.implementation import Impl
 from triton_ops.sampling.filtered_logits import filtered_logits
-from triton_ops.sampling.logit_masks import add_bias, apply_bitmask, ban_tokens, keep_only
+from triton_ops.sampling.logit_masks import add_bias, ban_tokens, keep_only
 from triton_ops.sampling.logprobs import token_logprobs
 from triton_ops.sampling.penalties import apply_penalties
 from triton_ops.sampling.sample import greedy, sample
@@ -74,22 +74,13 @@ def sample_processed(
     if "allowed_ids" in arrays:
         restricted = arrays["is_restricted"] != 0
         own = keep_only(own, arrays["allowed_rows"], arrays["allowed_ids"], restricted, impl=impl)
-    if "masks" in arrays:
-        own = _masked(own, arrays["masked_rows"], arrays["masks"], impl)
     token_ids, finite = torch.empty_like(rows), torch.empty_like(rows, dtype=torch.bool)
     parameters = {name: arrays[PROCESSED + name] for name in features.array_names}
     sample_plain(own, parameters, features, (token_ids, finite), impl=impl)
     out[0][rows] = token_ids
-    # What the model computed stays rejected if it is not finite, though `keep_only` and masks may hide it.
+    # What the model computed stays rejected if it is not finite, though `keep_only` may hide it.
     out[1][rows] &= finite
     return _filtered(own, arrays["filtered_rows"], parameters, impl) if "filtered_rows" in arrays else None
-
-
-def _masked(own: Tensor, rows: Tensor, masks: Tensor, impl: Impl) -> Tensor:
-    """The processed logits with -inf at tokens that the `masks` of `rows` `[M]` leave out."""
-    if len(rows) == len(own):
-        return apply_bitmask(own, masks, impl=impl)
-    return own.index_copy(0, rows.long(), apply_bitmask(own.index_select(0, rows), masks, impl=impl))
 
 
 def _filtered(own: Tensor, rows: Tensor, parameters: Arrays, impl: Impl) -> Tensor:

@@ -15,9 +15,9 @@ from radixrt import SamplingParams as Params
 from radixrt.execution.sampling import sampler
 from radixrt.execution.sampling.sampler import draw_logprobs, sample_plain, sample_processed
 from radixrt.schedule.answer import Answer
-from radixrt.schedule.passes import PROCESSED as PROCESSED_PREFIX
 from radixrt.schedule.passes import Features, SamplingInputs
 from tests.schedule.test_sampling_table import NUM_ROWS, PLAIN, answer, prepared
+from triton_ops.sampling.logit_masks import mask_rows
 from triton_ops.sampling.logprobs import token_logprobs
 from triton_ops.sampling.sample import sample_distribution
 
@@ -347,13 +347,10 @@ def test_masked_draws_follow_what_the_mask_leaves(top_k: int, top_p: float, min_
         "top_ps": np.full(count, top_p, np.float32),
         "min_ps": np.full(count, min_p, np.float32),
     }
-    arrays = {f"{PROCESSED_PREFIX}{name}": torch.as_tensor(array) for name, array in drawn.items()} | {
-        "processed_rows": torch.arange(count, dtype=torch.int32),
-        "masked_rows": torch.as_tensor(masked),
-        "masks": torch.as_tensor(bits).expand(len(masked), 2).contiguous(),
-    }
-    out = torch.zeros(count, dtype=torch.int32), torch.ones(count, dtype=torch.bool)
-    sample_processed(logits, arrays, features, torch.zeros(1, dtype=torch.int32), out)
+    arrays = {name: torch.as_tensor(array) for name, array in drawn.items()}
+    mask_rows(logits, torch.as_tensor(masked), torch.as_tensor(bits).expand(len(masked), 2).contiguous())
+    out = torch.zeros(count, dtype=torch.int32), torch.zeros(count, dtype=torch.bool)
+    sample_plain(logits, arrays, features, out)
     assert out[1].all()
     for tokens, own in (
         (out[0][masked], likely.where(allowed, torch.tensor(-torch.inf, device="cpu"))),

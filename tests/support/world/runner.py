@@ -15,7 +15,7 @@ from radixrt.errors import DeviceLostError
 from radixrt.output import FinishReason
 from radixrt.schedule.answer import Answer
 from radixrt.schedule.booking import Booking
-from radixrt.schedule.passes import PROCESSED, Pass, PassResult
+from radixrt.schedule.passes import Pass, PassResult
 from tests.support.forms import allowed_by
 from tests.support.world.invariants import Violation, require
 from tests.support.world.model import (
@@ -188,10 +188,7 @@ class SimulatedRunner:
         logprobs = np.isin(np.arange(len(expected)), arrays.get("logprob_rows", none))
         parameters = []
         for name in ("seeds", "sample_indices", "draw_positions"):
-            column = arrays.get(name, np.zeros(len(expected), np.int64)).copy()
-            if (masked := batch.sampling.masked) is not None:  # nothing else is processed
-                column[masked] = arrays[PROCESSED + name][arrays["masked_rows"]]
-            parameters.append(column)
+            parameters.append(arrays.get(name, np.zeros(len(expected), np.int64)))
         columns = (batch.sampling.logits_rows, *parameters, logprobs)
         drawn = list(zip(*columns, strict=False))
         require("8: a token is drawn for its own answer", drawn == expected, expected)

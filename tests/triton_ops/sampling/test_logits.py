@@ -15,9 +15,11 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from triton_ops.sampling.logit_masks import add_bias, apply_bitmask, ban_tokens, keep_only
+from triton_ops.implementation import Impl
+from triton_ops.sampling.logit_masks import add_bias, apply_bitmask, ban_tokens, keep_only, mask_rows
 from triton_ops.sampling.logprobs import token_logprobs
 from triton_ops.sampling.penalties import apply_penalties
+from triton_ops.sampling.sample import finite_rows
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -165,6 +167,31 @@ def test_kernels_of_penalties_and_masks(dtype: torch.dtype, kernel_device: torch
     assert torch.equal(x, before)
     nothing = torch.zeros(0, dtype=torch.int32)
     assert torch.equal(*both(add_bias, kernel_device, x, nothing, nothing, torch.zeros(0)))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in add")
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+def test_kernel_that_masks_rows(dtype: torch.dtype, kernel_device: torch.device) -> None:
+    """In place, some rows of many; what is not finite stays so, whether it is masked or not."""
+    x = torch.randn(6, 2311, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[2, 7], x[4, 9], x[5, 11], x[0, 3] = torch.nan, torch.inf, -torch.inf, torch.nan
+    bitmasks = torch.randint(-(2**31), 2**31, (4, 73), generator=torch.Generator().manual_seed(2)).int()
+    bitmasks[1:3, 0] = 0
+
+    def masked(x: Tensor, rows: Tensor, bitmasks: Tensor, *, impl: Impl) -> Tensor:
+        x = x.clone()
+        mask_rows(x, rows, bitmasks, impl=impl)
+        return x
+
+    rows = int32([5, 2, 4, 1])
+    got, expected = both(masked, kernel_device, x, rows, bitmasks)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+    for place, row in ((0, 5), (3, 1)):
+        assert torch.equal(got[row], apply_bitmask(x[row : row + 1], bitmasks[place : place + 1], impl="torch")[0])
+    torch.testing.assert_close(got[[0, 3]], x[[0, 3]], rtol=0, atol=0, equal_nan=True)
+    assert finite_rows(got, impl="torch").tolist() == [False, True, False, True, False, True]
+    got, _ = both(masked, kernel_device, x, rows[:0], bitmasks[:0])
+    torch.testing.assert_close(got, x, rtol=0, atol=0, equal_nan=True)
 
 
 def test_bitmask() -> None:
