@@ -18,12 +18,14 @@ from radixrt import FinishReason, Runtime
 from radixrt import SamplingParams as Params
 from radixrt.errors import PassError
 from radixrt.execution.model_runner import ModelRunner
-from radixrt.forms.matcher import Form
+from radixrt.execution.pass_builder import PassBuilder
+from radixrt.forms.matcher import Form, Matchers, OneByOne
 from radixrt.output import RequestOutput
 from radixrt.schedule import booking
+from radixrt.schedule.passes import Pass
 from radixrt.schedule.request import Request
 from tests.support.checkpoints import VOCAB_SIZE, llama, write
-from tests.support.forms import RuleForm
+from tests.support.forms import RuleForm, RuleMatcher, fill_row
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -168,10 +170,13 @@ def test_bans_and_a_form_that_leave_nothing_are_an_error(folder: Path) -> None:
 
 def test_a_mask_that_cannot_be_filled_costs_its_pass_alone(folder: Path) -> None:
     class Failing(RuleForm):
-        def fill(self, matchers: Mapping[int, Any], masks: np.ndarray) -> None:
-            if any(len(matcher.tokens) == 2 for matcher in matchers.values()):
-                raise RuntimeError("no mask for this")
-            super().fill(matchers, masks)
+        def joined(self, matchers: Mapping[int, Any]) -> Matchers:
+            def fill(matcher: RuleMatcher, masks: np.ndarray, row: int) -> None:
+                if len(matcher.tokens) == 2:
+                    raise RuntimeError("no mask for this")
+                fill_row(matcher, masks, row)
+
+            return OneByOne(matchers, fill)
 
     with runtime_of(folder) as runtime:
         with pytest.raises(PassError, match="prompt 0: its pass failed: RuntimeError: no mask for this"):
@@ -182,8 +187,12 @@ def test_a_mask_that_cannot_be_filled_costs_its_pass_alone(folder: Path) -> None
 
 def test_a_form_that_cannot_take_tokens_costs_nobody_else(folder: Path) -> None:
     class Failing(RuleForm):
-        def push_each(self, matchers: Sequence[Any], token_ids: Sequence[int]) -> list[Exception | None]:
-            raise RuntimeError("no token for this")
+        def joined(self, matchers: Mapping[int, Any]) -> Matchers:
+            class Joined(OneByOne):
+                def push(self, token_ids: np.ndarray) -> dict[int, Exception | None]:
+                    raise RuntimeError("no token for this")
+
+            return Joined(matchers, fill_row)
 
     with runtime_of(folder) as runtime:
         form = Failing(VOCAB_SIZE, lambda tokens: {9, 10})
@@ -208,10 +217,61 @@ def test_a_form_that_cannot_say_what_it_forces_costs_nobody_else(folder: Path) -
     assert beside.finish_reason is FinishReason.LENGTH
 
 
+def many_prompts(count: int) -> list[list[int]]:
+    return [[5, 6, 7, place % 30 + 1, place % 7 + 1] for place in range(count)]
+
+
+def test_the_next_pass_is_prepared_before_the_masks_are_awaited(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the draws are launched, and the pass after them. It is the one that was prepared."""
+    called: list[str] = []
+
+    def watch(name: str) -> None:
+        method = getattr(ModelRunner, name)
+        monkeypatch.setattr(ModelRunner, name, lambda *given: (called.append(name), method(*given))[1])
+
+    for name in ("prepare", "launch", "draw_masked", "collect"):
+        watch(name)
+    build, built = PassBuilder.build, []
+    monkeypatch.setattr(PassBuilder, "build", lambda self, pass_: (built.append(pass_), build(self, pass_))[1])
+    with runtime_of(folder) as runtime:
+        generate(runtime, many_prompts(8), RANDOM, dict.fromkeys(range(8), STEPS))
+    after = ["prepare", "draw_masked", "launch", "collect"]  # `collect` of the pass whose draws were launched
+    assert called[: 1 + 4 * 5] == ["launch", *after * 5]
+    assert len(built) == called.count("launch")
+
+
+def test_a_pass_that_cannot_be_prepared_ends_its_own_answers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, prepare, fails = PassBuilder.build, ModelRunner.prepare, [False]
+
+    def failing(self: PassBuilder, pass_: Pass) -> Any:
+        if fails[0]:
+            raise RuntimeError("no plan for this")
+        return build(self, pass_)
+
+    def watched(self: ModelRunner, pass_: Pass) -> None:
+        fails[0] = not pass_.extended_tokens
+        prepare(self, pass_)
+        fails[0] = False
+
+    monkeypatch.setattr(PassBuilder, "build", failing)
+    monkeypatch.setattr(ModelRunner, "prepare", watched)
+    with runtime_of(folder) as runtime:
+        with pytest.raises(PassError, match="its pass failed: RuntimeError: no plan for this"):
+            generate(runtime, many_prompts(8), GREEDY, dict.fromkeys(range(8), STEPS))
+        monkeypatch.setattr(PassBuilder, "build", build)
+        after = generate(runtime, many_prompts(8), GREEDY, dict.fromkeys(range(8), STEPS))
+    for output in after:
+        assert_formed(output.token_ids)
+
+
 @pytest.mark.gpu
 def test_captured_passes_have_masks(folder: Path) -> None:
     """As many answers as make captured decodes of several sizes, some of them with a form."""
-    prompts = [[5, 6, 7, place % 30 + 1, place % 7 + 1] for place in range(70)]
+    prompts = many_prompts(70)
     forms = dict.fromkeys(range(0, 70, 3), STEPS)
     with Runtime(folder, device="cuda", max_total_tokens=4000) as runtime:
         found = generate(runtime, prompts, RANDOM, forms)

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from threading import Event
 
+from radixrt.arrays import Int32Array
 from radixrt.errors import DeviceLostError, SchedulerError
 from radixrt.schedule.activity import Activity, ActivityMeter
 from radixrt.schedule.answer import Answer
 from radixrt.schedule.booking import Booking
-from radixrt.schedule.masks import PassMasks
+from radixrt.schedule.masks import PassForms
 from radixrt.schedule.passes import Runner
 from radixrt.schedule.scheduler import Scheduler
 
@@ -55,7 +56,7 @@ class Engine:
         self._max_in_flight = max_in_flight
         self._in_flight: deque[_InFlight] = deque()
         self._filler: ThreadPoolExecutor | None = None  # made by the first form
-        self._filling: tuple[PassMasks, Future[None]] | None = None  # of the one pass in flight
+        self._filling: tuple[Int32Array, Future[None]] | None = None  # masks of the one pass in flight
         self._meter = ActivityMeter(clock)
         self.is_cut = False  # a step has ended in its middle
         self.is_lost = False  # because the device was lost
@@ -102,10 +103,12 @@ class Engine:
         for aborted in aborts:
             ended += [answer for answer in aborted.family if self.scheduler.abort(answer)]
         booking = self.scheduler.next_pass()
+        if booking is not None and self._filling is not None:
+            self._meter.in_runner(self.runner.prepare, booking.pass_)
         self._end_filling()
         if booking is not None:
             self._in_flight.append(self._launch(booking))
-            if booking.pass_.sampling.masked is not None:  # it waits for the tokens of all passes before
+            if booking.forms is not None:  # it waits for the tokens of all passes before
                 while len(self._in_flight) > 1:
                     ended += self._collect(self._in_flight.popleft())
                 ended += self._begin_draws()
@@ -133,21 +136,23 @@ class Engine:
         (flight,) = self._in_flight
         if flight.error is not None:
             return []
+        forms = flight.booking.forms
+        assert forms is not None
         try:
-            masks = PassMasks(flight.booking, self.runner.mask_memory)
+            masks = self.runner.mask_memory(*forms.masks_shape)
             if len(masks) > self.max_forced_rows and self._max_in_flight:
                 if self._filler is None:
                     self._filler = ThreadPoolExecutor(1, thread_name_prefix="radixrt-masks")
                 begun = Event()
-                self._filling = masks, self._filler.submit(_fill, masks, begun)
+                self._filling = masks, self._filler.submit(_fill, forms, masks, begun)
                 begun.wait()  # or the other thread would only run when this one waits for it
                 return []
-            masks.fill()
+            forms.fill(masks)
             self._draw(masks)
         except Exception as error:
             self._fail_draws(error)
             return []
-        return self.scheduler.take_forced(masks.forced())
+        return self.scheduler.take_forced(forms.forced(masks))
 
     def _end_filling(self) -> None:
         """Start the draws for which another thread fills masks, if there are any."""
@@ -159,8 +164,8 @@ class Engine:
             except Exception as error:
                 self._fail_draws(error)
 
-    def _draw(self, masks: PassMasks) -> None:
-        self._meter.in_runner(partial(self.runner.draw_masked, self._in_flight[0].handle), masks.masks)
+    def _draw(self, masks: Int32Array) -> None:
+        self._meter.in_runner(partial(self.runner.draw_masked, self._in_flight[0].handle), masks)
 
     def _fail_draws(self, error: Exception) -> None:
         booking = self._in_flight[0].booking
@@ -195,6 +200,6 @@ class Engine:
             raise
 
 
-def _fill(masks: PassMasks, begun: Event) -> None:
+def _fill(forms: PassForms, masks: Int32Array, begun: Event) -> None:
     begun.set()
-    masks.fill()
+    forms.fill(masks)

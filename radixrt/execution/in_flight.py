@@ -65,8 +65,9 @@ class PassTimer:
         self._paused: torch.cuda.Event | None = None  # the end of what was before the last pause, on a GPU
         self._began = 0.0
 
-    def begin(self) -> None:
-        self._began = time.perf_counter()
+    def begin(self, already: float = 0.0) -> None:
+        """`already`: the seconds that have gone into this launch before."""
+        self._began = time.perf_counter() - already
 
     def start(self) -> None:
         if self._on_gpu:

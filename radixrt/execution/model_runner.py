@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections import deque
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from radixrt.execution.executor import Executor, Forward
 from radixrt.execution.graphs import TOKEN_SIZES, GraphRecorder, captured_shapes
 from radixrt.execution.in_flight import HostCopies, HostCopy, PassTimer, TimedPass
 from radixrt.execution.kv_mover import KVMover
-from radixrt.execution.pass_builder import MAX_PLAN_PASSES, PassBuilder
+from radixrt.execution.pass_builder import MAX_PLAN_PASSES, PackedPass, PassBuilder
 from radixrt.limits import NO_PASSES, PassLimits
 from radixrt.models.decoder import Decoder
 from radixrt.schedule.passes import Logprobs, Pass, PassResult
@@ -59,6 +60,15 @@ class PassWithoutDraws:
 
     forward: Forward
     drawn: PassInFlight | None = None
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A pass that is launched next, packed, or what that raised, and the seconds that it took."""
+
+    pass_: Pass
+    packed: PackedPass | Exception
+    seconds: float
 
 
 class ModelRunner:
@@ -102,6 +112,7 @@ class ModelRunner:
         max_batch, max_tokens = captured.max_running_requests, captured.chunked_prefill_size
         self._shapes = captured_shapes(max_batch, max_tokens, num_weights, tuning.token_sizes)
         self._builder = PassBuilder(self.planner, self._shapes, rows.max_requests, tuning.max_plan_passes)
+        self._prepared: _Prepared | None = None
         self._mover = None if host_pool is None else KVMover(kv_pool, host_pool, device, placement.impl)
         self.executor = Executor(model, rows, kv_pool, tuning.max_scored_at_once)
 
@@ -116,10 +127,23 @@ class ModelRunner:
         with torch.inference_mode(), self._on_device():
             self._mover.run(transfers)
 
+    def prepare(self, pass_: Pass) -> None:
+        began = time.perf_counter()
+        try:
+            packed: PackedPass | Exception = self._builder.build(pass_)
+        except Exception as error:
+            packed = error
+        self._prepared = _Prepared(pass_, packed, time.perf_counter() - began)
+
     def launch(self, pass_: Pass) -> PassInFlight | PassWithoutDraws:
-        self._timer.begin()
+        prepared, self._prepared = self._prepared, None
+        if prepared is None or prepared.pass_ is not pass_:
+            prepared = None
+        self._timer.begin(0.0 if prepared is None else prepared.seconds)
         with self._launching():
-            packed = self._builder.build(pass_)
+            packed = self._builder.build(pass_) if prepared is None else prepared.packed
+            if isinstance(packed, Exception):
+                raise packed
             self._timer.start()
             forward = self.executor.forward(pass_, packed)
             if pass_.sampling.masked is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from itertools import count, takewhile
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 from radixrt.arrays import Int32Array
 from radixrt.forms.ends import Ends
 from radixrt.forms.form_process import LLGUIDANCE, llguidance_matcher
+from radixrt.forms.matcher import WORD_BITS, push_one
 
 _MAX_THREADS = 16
 ANSWERS_EACH = 8  # of a form's answers for each `Beginnings.made`
@@ -38,9 +39,9 @@ class Beginnings:
             self.made.append(self._make())
 
     def copy(self) -> tuple[int, Any]:
-        """Another LLMatcher, and the number of the beginning that it is copied from; these take turns."""
-        lane = next(self._turns) % len(self.made)
-        return lane, self.made[lane].deep_copy()
+        """Another LLMatcher, and the id of the beginning that it is copied from; these take turns."""
+        beginning = self.made[next(self._turns) % len(self.made)]
+        return id(beginning), beginning.deep_copy()
 
 
 class LlguidanceMatcher:
@@ -48,26 +49,22 @@ class LlguidanceMatcher:
 
     def __init__(self, inner: Any, lane: int, ends: Ends) -> None:
         self.inner = inner  # an LLMatcher
-        self.lane = lane  # neighbours in a list for threads should have the same
+        self.lane = lane  # those with the same one wait for one another in threads
         self.ends = ends
-        self._has_ended = False
+        self.has_ended = False  # by a token that ends an answer
 
     @property
     def is_complete(self) -> bool:
         """See `Matcher`."""
-        return self._has_ended or (self.inner.is_stopped() and not self.inner.is_error())
+        return self.has_ended or (self.inner.is_stopped() and not self.inner.is_error())
 
     def push(self, token_id: int) -> None:
         """See `Matcher`."""
-        if not self.ends_with(token_id) and not self.inner.consume_token(token_id):
-            raise self.refusal(token_id)
-
-    def ends_with(self, token_id: int) -> bool:
-        """Whether a token ends the answer, which then has ended. Raises ValueError where it had."""
-        if self._has_ended:
+        if self.has_ended:
             raise ValueError(f"token {token_id} follows the end of the answer")
-        self._has_ended = token_id in self.ends.wanted and self.inner.is_accepting()
-        return self._has_ended
+        self.has_ended = token_id in self.ends.wanted and self.inner.is_accepting()
+        if not self.has_ended and not self.inner.consume_token(token_id):
+            raise self.refusal(token_id)
 
     def refusal(self, token_id: int) -> ValueError:
         """Why a token was not taken."""
@@ -75,7 +72,7 @@ class LlguidanceMatcher:
 
     def forced(self) -> list[int]:
         """See `Matcher`."""
-        if self._has_ended or self.inner.is_stopped():
+        if self.has_ended or self.inner.is_stopped():
             return []
         found: list[int] = self.inner.compute_ff_tokens()
         ends = self.ends.wanted | self.ends.known
@@ -96,48 +93,72 @@ class LlguidanceForm:
         lane, inner = self._beginnings.copy()
         return LlguidanceMatcher(inner, lane, self._ends)
 
-    def push_each(self, matchers: Sequence[Any], token_ids: Sequence[int]) -> list[Exception | None]:
-        """See `Form`; matchers are of this kind. In threads, as `fill`."""
-        raised: list[Exception | None] = [None] * len(matchers)
-        places = []  # of those whose token goes to the grammar
-        for place in _by_lane(matchers):
-            matcher, token_id = matchers[place], token_ids[place]
-            try:
-                if not matcher.ends_with(token_id):
-                    places.append(place)
-            except ValueError as error:
-                raised[place] = error
-        given = [(matchers[place].inner, token_ids[place]) for place in places]
-        taken = _executor().consume_token_par(given) if given else ()
-        for place, is_taken in zip(places, taken, strict=True):
-            if not is_taken:
-                raised[place] = matchers[place].refusal(token_ids[place])
-        return raised
+    def joined(self, matchers: Mapping[int, Any]) -> LlguidanceMatchers:
+        """See `Form`; matchers are of this kind."""
+        return LlguidanceMatchers(matchers)
 
-    def fill(self, matchers: Mapping[int, Any], masks: Int32Array) -> None:
-        """See `Form`; matchers are of this kind. As many threads make masks as there are cores, up to 16."""
-        if not masks.flags.c_contiguous or len(masks) <= max(matchers):
+
+class LlguidanceMatchers:
+    """`Matchers` of answers that are drawn together. As many threads work on them as there are cores, up to 16.
+
+    What each pass needs is prepared here: lists for the threads, where those of one lane are neighbours.
+    """
+
+    def __init__(self, matchers: Mapping[int, LlguidanceMatcher]) -> None:
+        firsts: dict[LlguidanceMatcher, int] = {}
+        for place, matcher in sorted(matchers.items(), key=lambda pair: pair[1].lane):
+            firsts.setdefault(matcher, place)
+        # The n answers to a prompt begin with one: the other places of a matcher.
+        self._again = [(place, first) for place, one in matchers.items() if (first := firsts[one]) != place]
+        self._matchers, self._places = [*firsts], np.fromiter(firsts.values(), np.int32, len(firsts))
+        self._inners = [matcher.inner for matcher in firsts]
+        self._given = [*zip(self._inners, firsts.values(), strict=True)]
+        self._ends = frozenset[int]().union(*(matcher.ends.wanted for matcher in firsts))
+        self._known = self._matchers[0].ends.known  # the same for all forms of a model
+
+    def push(self, token_ids: Int32Array) -> dict[int, Exception | None]:
+        """See `Matchers`."""
+        ended: dict[int, Exception | None] = {}
+        tokens = token_ids.take(self._places)
+        alone = np.fromiter((matcher.has_ended for matcher in self._matchers), bool, len(tokens))
+        for end in self._ends:
+            alone |= tokens == end
+        for i in np.flatnonzero(alone & (tokens >= 0)).tolist():
+            push_one(self._matchers[i], int(tokens[i]), int(self._places[i]), ended)
+        given = np.flatnonzero(~alone & (tokens >= 0)).tolist()
+        if not given:
+            return ended
+        inners, values = [self._inners[i] for i in given], tokens[given].tolist()
+        taken = _executor().consume_token_par([*zip(inners, values, strict=True)])
+        goes_on = [is_taken and not inner.is_stopped() for is_taken, inner in zip(taken, inners, strict=True)]
+        for at in np.flatnonzero(~np.array(goes_on)).tolist():
+            matcher, place = self._matchers[given[at]], int(self._places[given[at]])
+            if not taken[at]:
+                ended[place] = matcher.refusal(values[at])
+            elif matcher.is_complete:
+                ended[place] = None
+        return ended
+
+    def fill(self, masks: Int32Array, ended: Collection[int] = ()) -> None:
+        """See `Matchers`."""
+        if not masks.flags.c_contiguous or len(masks) <= self._places.max():
             raise ValueError(f"masks are {masks.shape}, {masks.strides}; they must be rows without gaps")
-        rows, own = list(matchers), list(matchers.values())
-        firsts = {id(matcher): row for matcher, row in zip(reversed(own), reversed(rows), strict=True)}
-        places = _by_lane(own)
-        if len(firsts) < len(own):  # the n answers to a prompt begin with one
-            places = [place for place in places if firsts[id(own[place])] == rows[place]]
-        given = [(own[place].inner, rows[place]) for place in places]
+        given = [pair for pair in self._given if pair[1] not in ended] if ended else self._given
+        if not given:
+            return
         _executor().unsafe_compute_mask_ptr(given, masks.ctypes.data, masks.strides[0], len(masks))
-        for matcher, row in zip(own, rows, strict=True):
-            if (first := firsts[id(matcher)]) != row:
-                masks[row] = masks[first]
-            elif matcher.inner.is_error():
-                matcher.ends.leave_out(masks[row])
-            elif not matcher.ends.is_known:
-                matcher.ends.put(masks[row])
-
-
-def _by_lane(matchers: Sequence[LlguidanceMatcher]) -> list[int]:
-    """Their places, in the order in which threads get in each other's way the least."""
-    places: list[int] = np.argsort([matcher.lane for matcher in matchers], kind="stable").tolist()
-    return places
+        # Ends are to be looked after where one is allowed; so it is after an error.
+        may_end = np.zeros(len(self._places), bool)
+        for token in self._known:
+            may_end |= masks[self._places, token // WORD_BITS] >> token % WORD_BITS & 1 != 0
+        for i in np.flatnonzero(may_end).tolist():
+            matcher, row = self._matchers[i], masks[self._places[i]]
+            if matcher.inner.is_error():
+                matcher.ends.leave_out(row)
+            else:
+                matcher.ends.put(row)
+        for place, first in self._again:
+            masks[place] = masks[first]
 
 
 def compiled(tokens: Any, kind: str, text: str, drops_blank: bool) -> Beginnings:

@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Protocol
 
 from radixrt.arrays import Int32Array
 
@@ -41,15 +41,55 @@ class Form(Protocol):
     def matcher(self) -> Matcher:
         """A matcher at the beginning of an answer."""
 
-    def push_each(self, matchers: Sequence[Matcher], token_ids: Sequence[int]) -> list[Exception | None]:
-        """Push the next token of each answer, which may take less time than one by one. Returns what pushing it
-        raised, or None. Matchers are those of any forms of the same kind.
+    def joined(self, matchers: Mapping[int, Matcher]) -> Matchers:
+        """Matchers of answers that are drawn together, by their places among these draws: of any forms of the same
+        kind, at least one.
         """
 
-    def fill(self, matchers: Mapping[int, Matcher], masks: Int32Array) -> None:
-        """Fill rows of `masks` `[M, mask_words(vocab_size)]` with the tokens that may come next: by each row, the
-        matcher of its answer.
 
-        Matchers are those of any forms of the same kind. Where a form is complete, tokens that end an answer are
-        allowed; where it may end, they are among others.
+class Matchers(Protocol):
+    """Matchers that go on together, which takes less time than one by one; each has one place or several."""
+
+    def push(self, token_ids: Int32Array) -> dict[int, Exception | None]:
+        """Push the next token of each, or none where it is negative; `token_ids` are by their places. None has
+        several places then. Returns the places of answers that end with it: what pushing it raised, or None where
+        the form is complete.
         """
+
+    def fill(self, masks: Int32Array, ended: Collection[int] = ()) -> None:
+        """Fill rows of `masks` `[M, mask_words(vocab_size)]`, by their places, with the tokens that may come next.
+        What is in the rows of `ended` is of no meaning.
+
+        Where a form is complete, tokens that end an answer are allowed; where it may end, they are among others.
+        """
+
+
+class OneByOne:
+    """`Matchers` that cannot but go on one after the other; `fill_row` fills a row of masks by a matcher."""
+
+    def __init__(self, matchers: Mapping[int, Any], fill_row: Callable[[Any, Int32Array, int], None]) -> None:
+        self._matchers, self._fill_row = matchers, fill_row
+
+    def push(self, token_ids: Int32Array) -> dict[int, Exception | None]:
+        """See `Matchers`."""
+        ended: dict[int, Exception | None] = {}
+        for place, matcher in self._matchers.items():
+            if (token_id := int(token_ids[place])) >= 0:
+                push_one(matcher, token_id, place, ended)
+        return ended
+
+    def fill(self, masks: Int32Array, ended: Collection[int] = ()) -> None:
+        """See `Matchers`."""
+        for place, matcher in self._matchers.items():
+            if place not in ended:
+                self._fill_row(matcher, masks, place)
+
+
+def push_one(matcher: Matcher, token_id: int, place: int, ended: dict[int, Exception | None]) -> None:
+    """Push a token, and note in `ended` if its answer ends with it."""
+    try:
+        matcher.push(token_id)
+        if matcher.is_complete:
+            ended[place] = None
+    except Exception as error:  # of any kind, also from C++: it is one answer's
+        ended[place] = error

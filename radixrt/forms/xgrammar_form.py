@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from radixrt.arrays import Int32Array
 from radixrt.forms.ends import Ends
 from radixrt.forms.form_process import XGRAMMAR
-from radixrt.forms.matcher import mask_words
+from radixrt.forms.matcher import OneByOne, mask_words
 
 
 class XgrammarMatcher:
@@ -63,22 +63,14 @@ class XgrammarForm:
 
         return XgrammarMatcher(GrammarMatcher(self._grammar), self._ends, self.vocab_size)
 
-    def push_each(self, matchers: Sequence[Any], token_ids: Sequence[int]) -> list[Exception | None]:
+    def joined(self, matchers: Mapping[int, Any]) -> OneByOne:
         """See `Form`; matchers are of this kind."""
-        raised: list[Exception | None] = []
-        for matcher, token_id in zip(matchers, token_ids, strict=True):
-            try:
-                matcher.push(token_id)
-                raised.append(None)
-            except Exception as error:  # of any kind, from C++: it is one answer's
-                raised.append(error)
-        return raised
+        return OneByOne(matchers, _fill_row)
 
-    def fill(self, matchers: Mapping[int, Any], masks: Int32Array) -> None:
-        """See `Form`; matchers are of this kind."""
-        for row, matcher in matchers.items():
-            if matcher.inner.is_terminated():
-                matcher.ends.leave_out(masks[row])
-                continue
-            matcher.inner.fill_next_token_bitmask(masks, row)
-            matcher.ends.put(masks[row])
+
+def _fill_row(matcher: XgrammarMatcher, masks: Int32Array, row: int) -> None:
+    if matcher.inner.is_terminated():
+        matcher.ends.leave_out(masks[row])
+        return
+    matcher.inner.fill_next_token_bitmask(masks, row)
+    matcher.ends.put(masks[row])

@@ -38,6 +38,9 @@ class ConstantRunner:
     def transfer(self, transfers: deque[KVTransfer]) -> None:
         transfers.clear()
 
+    def prepare(self, pass_: Pass) -> None:
+        """Nothing is to be prepared."""
+
     def launch(self, pass_: Pass) -> Pass:
         return pass_
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
 import numpy as np
 
-from radixrt.arrays import Int32Array
 from radixrt.cache.prefix_cache import PrefixCache
-from radixrt.forms.matcher import Matcher
 from radixrt.output import FinishReason, TokenLogprob
 from radixrt.schedule.admission import Admission
 from radixrt.schedule.answer import Answer
+from radixrt.schedule.masks import PassForms
 from radixrt.schedule.passes import Logprobs, Pass, PassResult
 
 MIN_FORCED = 2  # tokens: the pass in flight draws the first of them anyway
@@ -34,6 +32,7 @@ class Booking:
 
     pass_: Pass
     answers: tuple[Answer, ...]
+    forms: PassForms | None = None  # of masked draws, if it has some
 
 
 @dataclass(frozen=True)
@@ -53,9 +52,12 @@ class Bookkeeper:
         to_visit = ~decoded
         to_visit[decoded] = table.append(rows[decoded], result.token_ids[first_samples[decoded]])
         to_visit |= table.is_special.take(rows)
-        formed = np.flatnonzero(~to_visit & table.has_form.take(rows)).astype(np.int32)
-        ended_by_form = _pushed(booking.answers, formed, result.token_ids[first_samples[formed]])
-        to_visit[list(ended_by_form)] = True
+        ended_by_form: dict[int, Exception | None] = {}
+        if booking.forms is not None:
+            assert pass_.sampling.masked is not None
+            together = np.repeat(~to_visit, pass_.num_samples)  # others' tokens are pushed when they are visited
+            ended_by_form = booking.forms.push(np.where(together, result.token_ids, -1)[pass_.sampling.masked])
+            to_visit[list(ended_by_form)] = True
         ended: list[Answer] = []
         if not to_visit.any():
             return ended
@@ -211,33 +213,6 @@ class Bookkeeper:
             if self._ends_with(answer, token_id, ()):
                 return True
         return False
-
-
-def _pushed(answers: Sequence[Answer], rows: Int32Array, token_ids: Int32Array) -> dict[int, Exception | None]:
-    """Push the next token of each answer in `rows` `[n]` of a pass to its matcher. Returns the rows whose answers
-    end with it: by an error, or because their form is complete.
-    """
-    by_kind = defaultdict[type, list[tuple[int, Matcher, int]]](list)
-    for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
-        answer = answers[row]
-        if (matcher := answer.matcher) is not None:
-            by_kind[type(answer.request.form)].append((row, matcher, token_id))
-    ended: dict[int, Exception | None] = {}
-    for pushed in by_kind.values():
-        in_rows, matchers, tokens = zip(*pushed, strict=True)
-        form = answers[in_rows[0]].request.form
-        assert form is not None
-        try:
-            errors = form.push_each(matchers, tokens)
-        except Exception as raised:  # how far they have come is not known
-            errors = [raised] * len(matchers)
-        for row, matcher, error in zip(in_rows, matchers, errors, strict=True):
-            try:
-                if error is not None or matcher.is_complete:
-                    ended[row] = error
-            except Exception as raised:  # of its form: one answer's must not cost the others theirs
-                ended[row] = raised
-    return ended
 
 
 def _token_logprobs(

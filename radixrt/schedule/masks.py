@@ -1,63 +1,81 @@
-"""The masks of a pass's draws, by what is booked of its answers."""
+"""The forms of a pass's masked draws: their masks before it is drawn, and what follows from its tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 
 from radixrt.arrays import Int32Array
-from radixrt.forms.matcher import Form, Matcher, mask_words
+from radixrt.forms.matcher import Form, Matcher, Matchers, mask_words
 from radixrt.schedule.answer import Answer
-from radixrt.schedule.booking import Booking
+from radixrt.schedule.passes import SamplingInputs
 
 _FIRST_WORDS = 64  # of a mask: those of a vocabulary's commonest tokens
 
 
-class PassMasks:
-    """The masks of a pass with masked draws, once all passes before it are booked.
+class PassForms:
+    """The forms of a pass with masked draws, which may serve the next pass of the same answers, too.
 
     Each of the first tokens of a prompt's n answers begins the form. An answer that has ended has no use for its
     draw: that may be anything.
 
     Attributes:
-        answers: of each masked draw.
-        masks: `[M, ceil(vocab_size / 32)]`, in `memory` of that shape, which may hold anything until `fill`.
+        answers: of the pass, a row each.
+        drawn: the answer of each masked draw.
+        masks_shape: `(M, ceil(vocab_size / 32))`.
     """
 
-    def __init__(self, booking: Booking, memory: Callable[[int, int], Int32Array]) -> None:
-        sampling = booking.pass_.sampling
+    def __init__(self, answers: Sequence[Answer], sampling: SamplingInputs) -> None:
         assert sampling.masked is not None
-        self.answers = [booking.answers[row] for row in sampling.logits_rows[sampling.masked].tolist()]
-        self._by_kind: dict[type, tuple[Form, dict[int, Matcher]]] = {}
-        self._unused: list[int] = []
-        vocab_size = 0
-        for place, answer in enumerate(self.answers):
+        self.answers = answers
+        self._rows: list[int] = sampling.logits_rows[sampling.masked].tolist()
+        self.drawn = [answers[row] for row in self._rows]
+        by_kind = defaultdict[type, dict[int, Matcher]](dict)
+        forms: list[Form] = []
+        for place, answer in enumerate(self.drawn):
             form, matcher = answer.request.form, answer.matcher
             assert form is not None
             assert matcher is not None
-            vocab_size = max(vocab_size, form.vocab_size)
-            if answer.finished:
-                self._unused.append(place)
-            else:
-                self._by_kind.setdefault(type(form), (form, {}))[1][place] = matcher
-        self.masks = memory(len(self.answers), mask_words(vocab_size))
+            forms.append(form)
+            by_kind[type(form)][place] = matcher
+        self._joined: list[tuple[list[int], Matchers]] = []
+        for matchers in by_kind.values():
+            places = list(matchers)
+            self._joined.append((places, forms[places[0]].joined(matchers)))
+        self.masks_shape = len(forms), mask_words(max(form.vocab_size for form in forms))
 
-    def __len__(self) -> int:
-        return len(self.answers)
+    def fill(self, masks: Int32Array) -> None:
+        """Fill `masks` of that shape, by what is booked now; another thread may do that while the next pass is
+        planned.
+        """
+        ended = {place for place, answer in enumerate(self.drawn) if answer.finished}
+        for places, matchers in self._joined:
+            if not ended.issuperset(places):
+                matchers.fill(masks, ended)
+        if ended:
+            masks[[*ended]] = -1
 
-    def fill(self) -> None:
-        """Fill the masks, by what is booked now; another thread may do that while the next pass is planned."""
-        self.masks[self._unused] = -1
-        for form, matchers in self._by_kind.values():
-            form.fill(matchers, self.masks)
-
-    def forced(self) -> list[Answer]:
+    def forced(self, masks: Int32Array) -> list[Answer]:
         """The answers for whose draws the filled masks leave one token."""
-        few = np.count_nonzero(self.masks[:, :_FIRST_WORDS], axis=1) <= 1  # of most masks it takes no more to see
+        few = np.count_nonzero(masks[:, :_FIRST_WORDS], axis=1) <= 1  # of most masks it takes no more to see
         forced = []
         for place in np.flatnonzero(few).tolist():
-            words = self.masks[place].view(np.uint32)
+            words = masks[place].view(np.uint32)
             if np.count_nonzero(words) == 1 and int(words.max()).bit_count() == 1:
-                forced.append(self.answers[place])
+                forced.append(self.drawn[place])
         return forced
+
+    def push(self, token_ids: Int32Array) -> dict[int, Exception | None]:
+        """Push the tokens of the masked draws `[M]`, but negative ones. Returns the rows of the pass whose answers
+        end with it: by an error, or because their form is complete.
+        """
+        ended: dict[int, Exception | None] = {}
+        for places, matchers in self._joined:
+            try:
+                found = matchers.push(token_ids)
+            except Exception as error:  # how far they have come is not known
+                found = {place: error for place in places if token_ids[place] >= 0}
+            ended |= {self._rows[place]: error for place, error in found.items()}
+        return ended

@@ -127,6 +127,11 @@ class Runner(Protocol):
         Each is taken off the left end once it has been started: what is left when this raises has not been.
         """
 
+    def prepare(self, pass_: Pass) -> None:
+        """Do what can be done of the next launch while the draws of the pass before wait for masks. What is raised
+        is raised by `launch`.
+        """
+
     def launch(self, pass_: Pass) -> object:
         """Start a pass and return its handle without waiting for its result. One with masked draws draws nothing
         yet: `draw_masked` is called before the next one is launched.

@@ -43,8 +43,8 @@ class RequestTable:
         self.tokens = sparse_table(max_requests, max_context_len)  # the known ones
         self.stops = np.full((max_requests, MAX_STOPS), NO_TOKEN, dtype=np.int32)  # fewer end with NO_TOKEN
         self._most_stops = 0  # of any request so far
-        # It may end before max_len; it has a form; each of its tokens is booked on its own; an answer runs in it.
-        self.may_stop, self.has_form, self.is_special, self.runs = np.zeros((4, max_requests), dtype=bool)
+        # It may end before max_len; each of its tokens is booked on its own; an answer runs in it.
+        self.may_stop, self.is_special, self.runs = np.zeros((3, max_requests), dtype=bool)
 
     def begin(self, row: int, request: Request, tokens: Tokens) -> None:
         """Take over the known `tokens` `[n]` of an answer that runs from now on and extends over all of them."""
@@ -58,7 +58,6 @@ class RequestTable:
             self.stops[row, : len(request.stop_ids)] = list(request.stop_ids)
         has_more = request.params.logprobs is not None or request.make_text is not None
         self.is_special[row] = has_more or not has_few_stops
-        self.has_form[row] = request.form is not None
         self.may_stop[row] = request.may_stop
         self.runs[row] = True
 

@@ -22,6 +22,7 @@ from radixrt.output import FinishReason
 from radixrt.schedule.admission import Admission, ExtendChunk
 from radixrt.schedule.answer import Answer, RequestLog, place_of, rows_of
 from radixrt.schedule.booking import Booking, Bookkeeper
+from radixrt.schedule.masks import PassForms
 from radixrt.schedule.passes import Pass
 from radixrt.schedule.policy import SchedulePolicy, SchedulerConfig
 from radixrt.schedule.request import Request
@@ -45,6 +46,7 @@ class Scheduler:
         self._decodes: tuple[Answer, ...] = ()
         self._decode_rows = _NONE  # theirs
         self._extends: tuple[Answer, ...] = ()
+        self._forms: PassForms | None = None  # of the pass that was planned last
         self._grouped_at = 0  # `Admission.changes` then
         self._passes_left = 0  # until one of the decodes has launched its last token
 
@@ -214,15 +216,20 @@ class Scheduler:
             extends = self._extend_columns(chunks, count)
             columns = {name: np.concatenate([column, columns[name]]) for name, column in extends.items()}
         draws = [columns[name] for name in ("req_pool_indices", "seq_lens", "num_samples")]
+        sampling = self._admission.sampling.prepare(answers, *draws)
+        if sampling.masked is None:
+            self._forms = None
+        elif self._forms is None or self._forms.answers is not answers:
+            self._forms = PassForms(answers, sampling)
         pass_ = Pass(
             num_extends=sum(len(chunk.slots) > 1 for chunk in chunks),
             row_changes=self.cache.rows.take_changes(),
-            sampling=self._admission.sampling.prepare(answers, *draws),
+            sampling=sampling,
             num_top_scored=max((chunk.answer.request.params.prompt_logprobs or 0 for chunk in chunks), default=0),
             extended_tokens=sum(len(chunk.slots) for chunk in chunks),
             **columns,
         )
-        return Booking(pass_, answers)
+        return Booking(pass_, answers, self._forms)
 
     def _extend_columns(self, chunks: Sequence[ExtendChunk], num_decodes: int) -> dict[str, Int32Array]:
         """The columns of a `Pass`, of its chunks alone."""

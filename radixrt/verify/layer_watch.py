@@ -156,7 +156,7 @@ class WatchingRunner:
     def __init__(self, runner: Runner, scheduler: Scheduler, watch: LayerWatch) -> None:
         self._runner, self._scheduler, self._watch = runner, scheduler, watch
         self.transfer, self.collect, self.check_device = runner.transfer, runner.collect, runner.check_device
-        self.mask_memory, self.draw_masked = runner.mask_memory, runner.draw_masked
+        self.prepare, self.mask_memory, self.draw_masked = runner.prepare, runner.mask_memory, runner.draw_masked
 
     def launch(self, pass_: Pass) -> object:
         # It was planned just now: no row has changed hands since.

@@ -9,6 +9,7 @@ import re
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -181,14 +182,14 @@ def test_a_form_of_many_answers_begins_several_times(vocabulary: Vocabulary) -> 
     compiler = FormCompiler(vocabulary)
     lanes = {compiler.compile(asked, ENDS).matcher().lane for _ in range(ANSWERS_EACH)}
     size = compiler.kept_bytes
-    assert lanes == {0}
+    assert len(lanes) == 1
     form = compiler.compile(asked, ENDS, num_answers=2 * ANSWERS_EACH)  # with those before
-    assert sorted(form.matcher().lane for _ in range(6)) == [0, 0, 1, 1, 2, 2]
+    assert sorted(Counter(form.matcher().lane for _ in range(6)).values()) == [2, 2, 2]
     assert (compiler.num_kept, compiler.kept_bytes) == (1, 3 * size)
     most = len({compiler.compile(asked, ENDS, num_answers=10**6).matcher().lane for _ in range(200)})
     assert most == 4 * min(16, os.cpu_count() or 1)
     small = FormCompiler(vocabulary, max_kept_bytes=16 * size - 1)  # a form that takes much begins once
-    assert {small.compile(asked, ENDS, num_answers=10**6).matcher().lane for _ in range(9)} == {0}
+    assert len({small.compile(asked, ENDS, num_answers=10**6).matcher().lane for _ in range(9)}) == 1
     for each in (compiler, small):
         each.close()
 

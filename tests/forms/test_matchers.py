@@ -241,20 +241,26 @@ def test_tokens_of_many_answers(subject: Subject, engine: Any) -> None:
     ]
     pieces = [subject.tokenizer.piece(i) for i in range(1600)]
     a, b, end = pieces.index("a"), pieces.index("b"), max(subject.ends)
-    matchers = [forms[place % 2].matcher() for place in range(6)]
-    assert forms[0].push_each(matchers, [a, a, end, a, a, b]) == [None] * 6
-    told = forms[1].push_each(matchers, [a, b, a, end, b, a])
-    assert [str(error).partition(":")[0] for error in told] == [
-        "None",
-        "None",
-        f"token {a} follows the end of the answer",
-        f"token {end} is not taken by the form",
-        f"token {b} is not taken by the form",
-        "None",
-    ]
-    assert [matcher.is_complete for matcher in matchers] == [False, True, True, False, False, True]
+    matchers = {place: forms[place % 2].matcher() for place in (5, 4, 0, 1, 2, 3, 7)}
+    joined = forms[1].joined(matchers)
+
+    def told(*token_ids: int) -> dict[int, str]:
+        ended = joined.push(np.array(token_ids, np.int32))
+        return {place: str(error).partition(":")[0] for place, error in ended.items()}
+
+    assert told(a, a, end, a, a, b, 9, -1) == {2: "None"}
+    assert told(a, b, a, end, b, a, -1, b) == {
+        1: "None",
+        2: f"token {a} follows the end of the answer",
+        3: f"token {end} is not taken by the form",
+        4: f"token {b} is not taken by the form",
+        5: "None",
+    }
+    complete = {place for place, matcher in matchers.items() if matcher.is_complete}
+    assert complete == {1, 2, 5}
     assert set(allowed(forms[0], matchers[0])) >= {a, end}
-    assert forms[0].push_each([], []) == []
+    assert told(*[-1] * 8) == {}
+    assert told(*[-1] * 7, end) == {7: f"token {end} is not taken by the form"}
 
 
 def test_masks_of_many_answers(subject: Subject) -> None:
@@ -262,18 +268,25 @@ def test_masks_of_many_answers(subject: Subject) -> None:
     forms = [subject.compiler.compile(AskedForm("choice", text), subject.ends) for text in ('["aa"]', '["b","c"]')]
     matchers = {place: forms[place % 2].matcher() for place in range(9)}
     masks = np.zeros((9, mask_words(forms[0].vocab_size)), np.int32)
-    forms[0].fill(matchers, masks)
+    forms[0].joined(matchers).fill(masks)
     for row, matcher in matchers.items():
         found = np.flatnonzero(np.unpackbits(masks[row].view(np.uint8), bitorder="little"))
         assert found.tolist() == allowed(forms[0], matcher)
     assert not np.array_equal(masks[0], masks[1])
     twice = {row: matchers[place] for row, place in ((1, 0), (4, 0), (5, 1), (7, 0))}
     masks[:] = 77
-    forms[0].fill(twice, masks)  # as the n answers to a prompt begin; nobody else's rows are touched
+    forms[0].joined(twice).fill(masks)  # as the n answers to a prompt begin; nobody else's rows are touched
     assert [np.array_equal(masks[1], masks[row]) for row in (4, 5, 7)] == [True, False, True]
     assert (masks[[0, 2, 3, 6, 8]] == 77).all()
+    masks[:] = 77
+    forms[0].joined(matchers).fill(masks, {0, 3, 8})
+    assert (masks[[0, 3, 8]] == 77).all()
+    assert [*np.flatnonzero(np.unpackbits(masks[4].view(np.uint8), bitorder="little"))] == allowed(
+        forms[0], matchers[4]
+    )
+    forms[0].joined(matchers).fill(masks, range(9))
     with pytest.raises(ValueError, match="rows without gaps"):
-        forms[0].fill(matchers, masks[:, ::2])
+        forms[0].joined(matchers).fill(masks[:, ::2])
 
 
 @pytest.mark.parametrize("name", ["unicode", "date", "nested"])
@@ -305,7 +318,7 @@ def test_a_matcher_that_cannot_go_on_says_so(subject: Subject) -> None:
         matcher.push(9)
     assert not matcher.is_complete
     mask = np.zeros((1, mask_words(form.vocab_size)), np.int32)
-    form.fill({0: matcher}, mask)
+    form.joined({0: matcher}).fill(mask)
     found = np.unpackbits(mask.view(np.uint8), bitorder="little")
     assert found.sum() > 1000
     assert not found[2]

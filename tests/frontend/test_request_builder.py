@@ -271,7 +271,7 @@ def test_forms_of_the_built_in_model() -> None:
     form = own.build("x", {"choice": ["yes", "no"], "stop_token_ids": [5]}).form
     assert form is not None
     mask = np.zeros((1, mask_words(own.config.vocab_size)), np.int32)
-    form.fill({0: form.matcher()}, mask)
+    form.joined({0: form.matcher()}).fill(mask)
     bits = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
     assert {own.tokenizer.piece(i)[0] for i in bits.tolist()} - {"<"} == {"y", "n", "▁"}  # type: ignore[union-attr]
     assert form.vocab_size == own.config.vocab_size

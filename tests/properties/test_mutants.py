@@ -34,7 +34,7 @@ from radixrt.schedule import admission, booking, policy, scheduler
 from radixrt.schedule.admission import Admission
 from radixrt.schedule.answer import Answer
 from radixrt.schedule.booking import Bookkeeper
-from radixrt.schedule.masks import PassMasks
+from radixrt.schedule.masks import PassForms
 from radixrt.schedule.passes import Pass, PassResult
 from radixrt.schedule.policy import OutputEstimate, SchedulePolicy, SchedulerConfig
 from radixrt.schedule.request import Request
@@ -705,18 +705,18 @@ def take_what_follows_a_wrong_draft(patch: pytest.MonkeyPatch) -> None:
 @mutant("12:", sizes=FORM_SIZES)
 def mask_one_token_late(patch: pytest.MonkeyPatch) -> None:
     """A pass is not waited for before the masks of the next one are filled."""
-    fill = PassMasks.fill
+    fill = PassForms.fill
 
-    def late(self: PassMasks) -> None:
-        matchers = [answer.matcher for answer in self.answers]
+    def late(self: PassForms, masks: np.ndarray) -> None:
+        matchers = [answer.matcher for answer in self.drawn]
         known = [(one, one.tokens[:]) for one in matchers if isinstance(one, RuleMatcher) and one.tokens]
         for matcher, tokens in known:
             matcher.tokens = tokens[:-1]
-        fill(self)
+        fill(self, masks)
         for matcher, tokens in known:
             matcher.tokens = tokens
 
-    patch.setattr(PassMasks, "fill", late)
+    patch.setattr(PassForms, "fill", late)
 
 
 @mutant("12:", sizes=FORM_SIZES)
@@ -727,13 +727,7 @@ def begin_the_form_at_each_token(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("12:", "13:", sizes=FORM_SIZES)
 def book_answers_with_a_form_like_others(patch: pytest.MonkeyPatch) -> None:
-    begin = RequestTable.begin
-
-    def alike(self: RequestTable, row: int, request: Request, tokens: np.ndarray) -> None:
-        begin(self, row, request, tokens)
-        self.has_form[row] = False
-
-    patch.setattr(RequestTable, "begin", alike)
+    patch.setattr(PassForms, "push", lambda self, token_ids: {})
 
 
 @mutant("12:", "19:", sizes=FORM_SIZES)
@@ -741,11 +735,7 @@ def give_masks_to_others(patch: pytest.MonkeyPatch) -> None:
     """The first mask is the last draw's."""
     draw = Engine._draw
 
-    def rolled(self: Engine, masks: PassMasks) -> None:
-        masks.masks = np.roll(masks.masks, 1, axis=0)
-        draw(self, masks)
-
-    patch.setattr(Engine, "_draw", rolled)
+    patch.setattr(Engine, "_draw", lambda self, masks: draw(self, np.roll(masks, 1, axis=0)))
 
 
 @mutant("19:", sizes=[replace(one, max_forced_rows=0) for one in FORM_SIZES])

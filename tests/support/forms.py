@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from radixrt.forms.matcher import WORD_BITS, Matcher
+from radixrt.forms.matcher import WORD_BITS, Matcher, Matchers, OneByOne
 
 Rule = Callable[[Sequence[int]], set[int]]  # from an answer's tokens to those that may come next
 
@@ -43,22 +43,14 @@ class RuleForm:
     def matcher(self) -> RuleMatcher:
         return RuleMatcher(self)
 
-    def push_each(self, matchers: Sequence[Matcher], token_ids: Sequence[int]) -> list[Exception | None]:
-        raised: list[Exception | None] = []
-        for matcher, token_id in zip(matchers, token_ids, strict=True):
-            try:
-                matcher.push(token_id)
-                raised.append(None)
-            except Exception as error:
-                raised.append(error)
-        return raised
+    def joined(self, matchers: Mapping[int, Matcher]) -> Matchers:
+        return OneByOne(matchers, fill_row)
 
-    def fill(self, matchers: Mapping[int, Matcher], masks: np.ndarray) -> None:
-        for row, matcher in matchers.items():
-            assert isinstance(matcher, RuleMatcher)
-            bits = np.zeros(masks.shape[1] * WORD_BITS, dtype=np.uint8)
-            bits[sorted(matcher.form.allowed(matcher.tokens))] = 1
-            masks[row] = np.packbits(bits, bitorder="little").view(np.int32)
+
+def fill_row(matcher: RuleMatcher, masks: np.ndarray, row: int) -> None:
+    bits = np.zeros(masks.shape[1] * WORD_BITS, dtype=np.uint8)
+    bits[sorted(matcher.form.allowed(matcher.tokens))] = 1
+    masks[row] = np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def allowed_by(mask: np.ndarray, vocab_size: int) -> list[int]:

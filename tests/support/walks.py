@@ -21,7 +21,7 @@ def compiler_of(tokenizer: Tokenizer, vocab_size: int, end_ids: tuple[int, ...])
 def allowed(form: KnownForm, matcher: object) -> list[int]:
     """The tokens that a mask allows; its padding allows none."""
     mask = np.full((1, mask_words(form.vocab_size)), 0x5A5A5A5A, np.int32)
-    form.fill({0: matcher}, mask)
+    form.joined({0: matcher}).fill(mask)
     tokens: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
     assert all(token < form.vocab_size for token in tokens)
     return tokens

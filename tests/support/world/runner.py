@@ -83,6 +83,7 @@ class SimulatedRunner:
         self.last_token = np.zeros(rows.max_requests, dtype=np.int32)
         self.queue: deque[SimulatedPass] = deque()  # launched, not yet run
         self.in_flight: deque[SimulatedPass] = deque()  # launched, not yet collected
+        self.prepared: Pass | None = None  # to be launched next
         self.fail_launch = False
         self.fail_run = self.fail_draw = False
         self.fail_transfer: int | None = None  # transfers that are started before one fails
@@ -193,9 +194,17 @@ class SimulatedRunner:
         drawn = list(zip(*columns, strict=False))
         require("8: a token is drawn for its own answer", drawn == expected, expected)
 
+    def prepare(self, batch: Pass) -> None:
+        waits = any(map(self.waits_for_masks, self.in_flight))
+        self._require("19: a pass is prepared while the one before waits for masks", waits)
+        self.prepared = batch
+
     def launch(self, batch: Pass) -> SimulatedPass:
         assert self.booking is not None, "the world has seen the pass"
         assert self.booking.pass_ is batch
+        is_next = self.prepared is None or self.prepared is batch
+        self._require("19: the pass that was prepared is the next one", is_next)
+        self.prepared = None
         extended = [
             int(end - start)
             for answer, start, end in zip(self.booking.answers, batch.prefix_lens, batch.seq_lens, strict=True)
