@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from itertools import count, takewhile
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -105,15 +106,16 @@ class LlguidanceMatchers:
     """
 
     def __init__(self, matchers: Mapping[int, LlguidanceMatcher]) -> None:
-        firsts: dict[LlguidanceMatcher, int] = {}
-        for place, matcher in sorted(matchers.items(), key=lambda pair: pair[1].lane):
-            firsts.setdefault(matcher, place)
-        # The n answers to a prompt begin with one: the other places of a matcher.
-        self._again = [(place, first) for place, one in matchers.items() if (first := firsts[one]) != place]
-        self._matchers, self._places = [*firsts], np.fromiter(firsts.values(), np.int32, len(firsts))
-        self._inners = [matcher.inner for matcher in firsts]
-        self._given = [*zip(self._inners, firsts.values(), strict=True)]
-        self._ends = frozenset[int]().union(*(matcher.ends.wanted for matcher in firsts))
+        place_of = dict(zip(matchers.values(), matchers, strict=True))
+        self._again = []  # other places of a matcher: the n answers to a prompt begin with one
+        if len(place_of) < len(matchers):
+            self._again = [(place, place_of[one]) for place, one in matchers.items() if place_of[one] != place]
+        self._matchers = sorted(place_of, key=attrgetter("lane"))
+        self._inners = [matcher.inner for matcher in self._matchers]
+        places = [place_of[matcher] for matcher in self._matchers]
+        self._places = np.array(places)
+        self._given = [*zip(self._inners, places, strict=True)]
+        self._ends = frozenset[int]().union(*{matcher.ends.wanted for matcher in self._matchers})
         self._known = self._matchers[0].ends.known  # the same for all forms of a model
 
     def push(self, token_ids: Int32Array) -> dict[int, Exception | None]:
@@ -157,8 +159,8 @@ class LlguidanceMatchers:
                 matcher.ends.leave_out(row)
             else:
                 matcher.ends.put(row)
-        for place, first in self._again:
-            masks[place] = masks[first]
+        for place, worked_on in self._again:
+            masks[place] = masks[worked_on]
 
 
 def compiled(tokens: Any, kind: str, text: str, drops_blank: bool) -> Beginnings:

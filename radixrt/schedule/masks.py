@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from radixrt.arrays import Int32Array
-from radixrt.forms.matcher import Form, Matcher, Matchers, mask_words
+from radixrt.forms.matcher import mask_words
 from radixrt.schedule.answer import Answer
 from radixrt.schedule.passes import SamplingInputs
 
@@ -32,18 +32,16 @@ class PassForms:
         self.answers = answers
         self._rows: list[int] = sampling.logits_rows[sampling.masked].tolist()
         self.drawn = [answers[row] for row in self._rows]
-        by_kind = defaultdict[type, dict[int, Matcher]](dict)
-        forms: list[Form] = []
-        for place, answer in enumerate(self.drawn):
-            form, matcher = answer.request.form, answer.matcher
-            assert form is not None
-            assert matcher is not None
-            forms.append(form)
-            by_kind[type(form)][place] = matcher
-        self._joined: list[tuple[list[int], Matchers]] = []
-        for matchers in by_kind.values():
-            places = list(matchers)
-            self._joined.append((places, forms[places[0]].joined(matchers)))
+        forms = [form for answer in self.drawn if (form := answer.request.form) is not None]
+        matchers = [matcher for answer in self.drawn if (matcher := answer.matcher) is not None]
+        assert len(forms) == len(matchers) == len(self.drawn)
+        by_kind = defaultdict[type, list[int]](list)
+        for place, form in enumerate(forms):
+            by_kind[type(form)].append(place)
+        self._joined = [
+            (places, forms[places[0]].joined({place: matchers[place] for place in places}))
+            for places in by_kind.values()
+        ]
         self.masks_shape = len(forms), mask_words(max(form.vocab_size for form in forms))
 
     def fill(self, masks: Int32Array) -> None:
