@@ -280,6 +280,21 @@ def test_captured_passes_have_masks(folder: Path) -> None:
         assert_formed(found[place].token_ids)
 
 
+def test_masks_of_more_and_of_fewer_answers(folder: Path) -> None:
+    """Their memory moves while passes are in flight; draws are those of answers that are alone."""
+    params = [replace(RANDOM, seed=place, max_new_tokens=2 + place % 9) for place in range(40)]
+    with runtime_of(folder, dtype="float32", max_running_requests=40) as runtime:
+        found = []
+        for count in (3, 40, 7, 40):
+            forms = dict.fromkeys(range(0, count, 1 + (count == 7)), STEPS)
+            found.append(generate(runtime, many_prompts(count), params[:count], forms))
+            for place in forms:
+                assert_formed(found[-1][place].token_ids)
+        (alone,) = generate(runtime, many_prompts(40)[39:], params[39:], {0: STEPS})
+    assert alone.token_ids == found[1][39].token_ids == found[3][39].token_ids
+    assert [output.token_ids for output in found[1]] == [output.token_ids for output in found[3]]
+
+
 def test_passes_without_forms_are_drawn_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
     monkeypatch.setattr(ModelRunner, "draw_masked", lambda *_: called.append(1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -65,7 +66,14 @@ class Executor:
         size = rows.max_requests + 1, rows.max_context_len
         self.req_to_token = torch.zeros(size, dtype=torch.int32, device=device)  # the last row is for padding
         self.last_token = torch.zeros(size[0], dtype=torch.int32, device=device)  # sampled for each row
-        self._staging, self._masks = Staging(device), Staging(device, 1)
+        self._staging = Staging(device)
+        # Masks are sent while logits are computed. Once they are filled, all passes before have ended, and nobody
+        # reads other masks.
+        self._mask_stream = None
+        if device.type == "cuda":
+            self._mask_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with self._beside():
+            self._masks = Staging(device, 1)
         self.graphs: dict[Hashable, Launch] = {}  # forward passes by PassKey, draws by shape and features
 
     def capture(self, idle_passes: Iterable[PackedPass], recorder: GraphRecorder) -> None:
@@ -148,7 +156,20 @@ class Executor:
 
     def mask_memory(self, num_masks: int, num_words: int) -> Int32Array:
         """Memory `[num_masks, num_words]` from which `draw` sends the masks of one pass: pinned, for CUDA."""
-        return self._masks.begin(num_masks * num_words).reshape(num_masks, num_words)
+        with self._beside():  # their place on the device belongs to that stream
+            return self._masks.begin(num_masks * num_words).reshape(num_masks, num_words)
+
+    def _beside(self) -> AbstractContextManager[object]:
+        """On the stream of masks."""
+        return nullcontext() if self._mask_stream is None else torch.cuda.stream(self._mask_stream)
+
+    def _masked(self, logits: Tensor, rows: Tensor, masks: Int32Array) -> None:
+        """Put masks on these rows of logits, in place."""
+        with self._beside():
+            sent = self._masks.send(masks.reshape(-1))[: masks.size].view(masks.shape)
+        if self._mask_stream is not None:
+            torch.cuda.current_stream(logits.device).wait_stream(self._mask_stream)
+        mask_rows(logits, rows, sent, impl=self._impl)
 
     def draw(self, forward: Forward, masks: Int32Array | None = None) -> Drawn:
         """Start the draws of a pass, with the masks, in `mask_memory`, of those that are masked: `last_token` gets
@@ -160,8 +181,7 @@ class Executor:
         if masks is not None:
             if sampling.num_top is not None:
                 unmasked = logits.clone()
-            sent = self._masks.send(masks.reshape(-1))[: masks.size].view(masks.shape)
-            mask_rows(logits, arrays["masked_rows"], sent, impl=self._impl)
+            self._masked(logits, arrays["masked_rows"], masks)
         if forward.finite is not None and not len(logits):
             return Drawn(arrays["logits_rows"], forward.finite)
         if forward.decodes is None:
