@@ -41,6 +41,7 @@ from radixrt.schedule.booking import Bookkeeper
 from radixrt.schedule.passes import Pass, PassResult
 from radixrt.schedule.sampling_table import SamplingTable
 from radixrt.schedule.scheduler import Scheduler
+from radixrt.text.tokenizer import Tokenizer
 from radixrt.workloads.lists import TokenSource, WorkloadPrompt, classification, fewshot, judging, samples
 from triton_ops.implementation import GPU
 
@@ -172,10 +173,15 @@ class HostRunner(ConstantRunner):
         return self.rng.integers(0, VOCAB_SIZE, count, np.int32)
 
 
-def host_runtime(max_running: int, context_length: int) -> tuple[Runtime, HostRunner]:
+def host_runtime(
+    max_running: int,
+    context_length: int,
+    runner: HostRunner | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> tuple[Runtime, HostRunner]:
     """A Runtime whose model is as large as Qwen3-0.6B, and is not there."""
-    runner, limits = HostRunner(), RunLimits(POOL_TOKENS, max_running, CHUNK)
-    parts = simulated_parts(runner, limits, context_length, vocab_size=VOCAB_SIZE)
+    runner, limits = runner or HostRunner(), RunLimits(POOL_TOKENS, max_running, CHUNK)
+    parts = simulated_parts(runner, limits, context_length, vocab_size=VOCAB_SIZE, tokenizer=tokenizer)
     shape = KernelShape(GPU(90, 132), num_heads=16, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
     rows = parts.cache.rows
     planner = AttentionPlanner(shape, [None], rows.req_to_token, torch.bfloat16, tree=True)
