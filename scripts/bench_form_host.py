@@ -59,6 +59,7 @@ class SlowDevice(HostRunner):
     seconds: dict[str, float] = field(default_factory=dict)
     token: int = 0
     intervals: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+    _masks: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
     _free_at: float = 0.0
     _packed: tuple[Pass, PackedPass] | None = None
     _before: tuple[Int32Array, float] | None = None
@@ -79,6 +80,11 @@ class SlowDevice(HostRunner):
         if pass_.sampling.masked is None:
             self._start(flight, "draw")
         return flight
+
+    def mask_memory(self, num_masks: int, num_words: int) -> Int32Array:
+        if self._masks.size < num_masks * num_words:
+            self._masks = np.zeros(num_masks * num_words, np.int32)
+        return self._masks[: num_masks * num_words].reshape(num_masks, num_words)
 
     def draw_masked(self, handle: object, masks: Int32Array) -> None:
         assert isinstance(handle, Flight)

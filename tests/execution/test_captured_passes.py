@@ -866,6 +866,41 @@ def test_the_host_tier(folder: Path) -> None:
 on_gpu = pytest.mark.parametrize("device", ["cuda"], indirect=True)
 
 
+def forbid_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch raises where a step would wait for the device, but in `collect`; what an event stands for that a step
+    synchronizes with has been done before.
+    """
+    step, collect, synchronize = Engine.step, ModelRunner.collect, torch.cuda.Event.synchronize
+    watching = [False]
+
+    def watch(on: bool) -> None:
+        watching[0] = on
+        torch.cuda.set_sync_debug_mode("error" if on else "default")
+
+    def watched_step(self: Engine, *aborts: Any) -> Any:
+        watch(True)
+        try:
+            return step(self, *aborts)
+        finally:
+            watch(False)
+
+    def free_collect(self: ModelRunner, handle: object) -> Any:
+        watch(False)
+        try:
+            return collect(self, handle)
+        finally:
+            watch(True)
+
+    def checked(self: torch.cuda.Event) -> None:
+        if watching[0]:
+            assert self.query(), "a step waits for an event"
+        synchronize(self)
+
+    monkeypatch.setattr(Engine, "step", watched_step)
+    monkeypatch.setattr(ModelRunner, "collect", free_collect)
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", checked)
+
+
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("shared", [True, False])
@@ -878,42 +913,11 @@ def test_no_step_waits_but_for_its_result(
     launches: Launches,
     trees: list[tuple[str, int]],
 ) -> None:
-    """torch raises where a step would wait for the device, but in `collect`; what an event stands for that a step
-    synchronizes with has been done before.
-    """
     prompts = families(14)[: len(KINDS)] if shared else random_prompts(len(KINDS), seed=14)
     with runtime_of(folder, overlap=overlap) as runtime:
         expected = runtime.generate(prompts, list(KINDS.values()))  # kernels are compiled
         warm = runtime.generate(prompts, list(KINDS.values()))
-        step, collect, synchronize = Engine.step, ModelRunner.collect, torch.cuda.Event.synchronize
-        watching = [False]
-
-        def watch(on: bool) -> None:
-            watching[0] = on
-            torch.cuda.set_sync_debug_mode("error" if on else "default")
-
-        def watched_step(self: Engine, *aborts: Any) -> Any:
-            watch(True)
-            try:
-                return step(self, *aborts)
-            finally:
-                watch(False)
-
-        def free_collect(self: ModelRunner, handle: object) -> Any:
-            watch(False)
-            try:
-                return collect(self, handle)
-            finally:
-                watch(True)
-
-        def checked(self: torch.cuda.Event) -> None:
-            if watching[0]:
-                assert self.query(), "a step waits for an event"
-            synchronize(self)
-
-        monkeypatch.setattr(Engine, "step", watched_step)
-        monkeypatch.setattr(ModelRunner, "collect", free_collect)
-        monkeypatch.setattr(torch.cuda.Event, "synchronize", checked)
+        forbid_waits(monkeypatch)
         launches.clear()
         trees.clear()
         assert_same(runtime.generate(prompts, list(KINDS.values())), warm)
@@ -921,6 +925,22 @@ def test_no_step_waits_but_for_its_result(
         assert trees or not shared
         runtime.flush_cache()
         assert_same(runtime.generate(prompts, list(KINDS.values())), expected)
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_no_step_waits_for_masked_draws(folder: Path, monkeypatch: pytest.MonkeyPatch, launches: Launches) -> None:
+    """Masks are sent beside the pass, and drawn with by what was captured."""
+    prompts = random_prompts(9, seed=5)
+    params = [Params(seed=place, top_k=20, max_new_tokens=4 + place, ignore_eos=True) for place in range(9)]
+    forms = dict.fromkeys((0, 1, 2, 4, 5, 7, 8), STEPS)
+    with runtime_of(folder) as runtime:
+        expected = generate(runtime, prompts, params, forms)  # kernels are compiled
+        runtime.flush_cache()
+        forbid_waits(monkeypatch)
+        launches.clear()
+        assert_same(generate(runtime, prompts, params, forms), expected)
+    assert decodes_of(launches)
 
 
 def dummy(folder: Path) -> Path:
