@@ -708,8 +708,9 @@ def test_impl_reaches_every_layer(folder: Path) -> None:
     told = [module.impl for module in modules if hasattr(module, "impl")]
     told += [module.activation.keywords["impl"] for module in modules if hasattr(module, "activation")]
     assert set(told) == {"torch"}
-    # Of each block two norms, attention, activation and four products; the last norm and the head.
-    assert len(told) == 2 * 8 + 2
+    # Of each block two norms, attention, the feed-forward, its activation and four products; the last norm and the
+    # head.
+    assert len(told) == 2 * 9 + 2
 
 
 def test_a_wrong_path_is_named(tmp_path: Path) -> None:

@@ -186,6 +186,7 @@ def test_kernel_that_masks_rows(dtype: torch.dtype, kernel_device: torch.device)
     rows = int32([5, 2, 4, 1])
     got, expected = both(masked, kernel_device, x, rows, bitmasks)
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+    x, bitmasks, rows = (given.to(got.device) for given in (x, bitmasks, rows))
     for place, row in ((0, 5), (3, 1)):
         assert torch.equal(got[row], apply_bitmask(x[row : row + 1], bitmasks[place : place + 1], impl="torch")[0])
     torch.testing.assert_close(got[[0, 3]], x[[0, 3]], rtol=0, atol=0, equal_nan=True)
