@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -185,6 +186,20 @@ def test_a_mask_that_cannot_be_filled_costs_its_pass_alone(folder: Path) -> None
     assert_formed(after.token_ids)
 
 
+@pytest.mark.parametrize("count", [1, 8])
+def test_a_form_that_cannot_begin_costs_its_pass_alone(folder: Path, count: int) -> None:
+    class Failing(RuleForm):
+        def matcher(self) -> RuleMatcher:
+            raise RuntimeError("no beginning of this")
+
+    failing = Failing(VOCAB_SIZE, lambda tokens: {9})
+    with runtime_of(folder) as runtime:
+        with pytest.raises(PassError, match="its pass failed: RuntimeError: no beginning of this"):
+            generate(runtime, many_prompts(count), GREEDY, dict.fromkeys(range(count), failing))
+        (after,) = generate(runtime, PROMPTS[2:3], GREEDY, {0: STEPS})
+    assert_formed(after.token_ids)
+
+
 def test_a_form_that_cannot_take_tokens_costs_nobody_else(folder: Path) -> None:
     class Failing(RuleForm):
         def joined(self, matchers: Mapping[int, Any]) -> Matchers:
@@ -240,6 +255,15 @@ def test_the_next_pass_is_prepared_before_the_masks_are_awaited(
     after = ["prepare", "draw_masked", "launch", "collect"]  # `collect` of the pass whose draws were launched
     assert called[: 1 + 4 * 5] == ["launch", *after * 5]
     assert len(built) == called.count("launch")
+
+
+def test_matchers_are_made_by_the_thread_that_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That which fills masks would make others beside it."""
+    makers, make, this = [], RuleForm.matcher, threading.current_thread
+    monkeypatch.setattr(RuleForm, "matcher", lambda self: (makers.append(this()), make(self))[1])
+    with runtime_of(folder, chunked_prefill_size=16) as runtime:
+        generate(runtime, many_prompts(12), RANDOM, dict.fromkeys(range(12), STEPS))
+    assert makers == [this()] * 12
 
 
 def test_a_pass_that_cannot_be_prepared_ends_its_own_answers(

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from threading import Event
@@ -104,7 +105,7 @@ class Engine:
             ended += [answer for answer in aborted.family if self.scheduler.abort(answer)]
         booking = self.scheduler.next_pass()
         if booking is not None and self._filling is not None:
-            self._meter.in_runner(self.runner.prepare, booking.pass_)
+            self._prepare(booking)
         self._end_filling()
         if booking is not None:
             self._in_flight.append(self._launch(booking))
@@ -117,6 +118,13 @@ class Engine:
         self._meter.end_step()
         self.is_cut = False
         return ended
+
+    def _prepare(self, booking: Booking) -> None:
+        """Do what can be done of a pass while the masks of the one before are filled."""
+        self._meter.in_runner(self.runner.prepare, booking.pass_)
+        if booking.forms is not None:
+            with suppress(Exception):  # it is raised again where masks are to be filled
+                booking.forms.join()
 
     def _launch(self, booking: Booking) -> _InFlight:
         self.scheduler.cache.pass_launched()
@@ -139,6 +147,7 @@ class Engine:
         forms = flight.booking.forms
         assert forms is not None
         try:
+            forms.join()  # here: two threads that make matchers would make some twice
             masks = self.runner.mask_memory(*forms.masks_shape)
             if len(masks) > self.max_forced_rows and self._max_in_flight:
                 if self._filler is None:

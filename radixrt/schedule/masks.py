@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 
 from radixrt.arrays import Int32Array
-from radixrt.forms.matcher import mask_words
+from radixrt.forms.matcher import Matchers, mask_words
 from radixrt.schedule.answer import Answer
 from radixrt.schedule.passes import SamplingInputs
 
@@ -32,24 +31,29 @@ class PassForms:
         self.answers = answers
         self._rows: list[int] = sampling.logits_rows[sampling.masked].tolist()
         self.drawn = [answers[row] for row in self._rows]
-        forms = [form for answer in self.drawn if (form := answer.request.form) is not None]
-        matchers = [matcher for answer in self.drawn if (matcher := answer.matcher) is not None]
-        assert len(forms) == len(matchers) == len(self.drawn)
-        by_kind = defaultdict[type, list[int]](list)
-        for place, form in enumerate(forms):
-            by_kind[type(form)].append(place)
-        self._joined = [
-            (places, forms[places[0]].joined({place: matchers[place] for place in places}))
-            for places in by_kind.values()
-        ]
-        self.masks_shape = len(forms), mask_words(max(form.vocab_size for form in forms))
+        self._forms = [form for answer in self.drawn if (form := answer.request.form) is not None]
+        assert len(self._forms) == len(self.drawn)
+        self.masks_shape = len(self.drawn), mask_words(self._forms[0].vocab_size)  # all are of one model
+        self._joined: list[tuple[list[int], Matchers]] = []
+
+    def join(self) -> list[tuple[list[int], Matchers]]:
+        """The matchers of each kind of form, and their places; made once, by the thread that steps."""
+        if not self._joined:
+            matchers = [matcher for answer in self.drawn if (matcher := answer.matcher) is not None]
+            joined = []
+            for kind in dict.fromkeys(map(type, self._forms)):  # mostly one
+                places = [place for place, form in enumerate(self._forms) if type(form) is kind]
+                own = dict(zip(places, map(matchers.__getitem__, places), strict=True))
+                joined.append((places, self._forms[places[0]].joined(own)))
+            self._joined = joined
+        return self._joined
 
     def fill(self, masks: Int32Array) -> None:
         """Fill `masks` of that shape, by what is booked now; another thread may do that while the next pass is
         planned.
         """
         ended = {place for place, answer in enumerate(self.drawn) if answer.finished}
-        for places, matchers in self._joined:
+        for places, matchers in self.join():
             if not ended.issuperset(places):
                 matchers.fill(masks, ended)
         if ended:
@@ -70,7 +74,7 @@ class PassForms:
         end with it: by an error, or because their form is complete.
         """
         ended: dict[int, Exception | None] = {}
-        for places, matchers in self._joined:
+        for places, matchers in self.join():
             try:
                 found = matchers.push(token_ids)
             except Exception as error:  # how far they have come is not known
