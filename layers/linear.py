@@ -11,7 +11,7 @@ from layers.place import Place
 from layers.placement import Layer, Placement
 from layers.products import Product
 from layers.weight import Weight
-from triton_ops.linear.quantised_rows import QuantisedRows
+from triton_ops.activations.quantised_rows import QuantisedRows
 
 
 class Linear(Layer):

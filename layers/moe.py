@@ -11,10 +11,10 @@ from layers.linear import Linear
 from layers.place import Filled, LeftPlain, Place
 from layers.placement import Layer, Placement
 from layers.quantization import Quantization, Scales, held_places, plain_places
+from triton_ops.activations.quantised_rows import BLOCK
 from triton_ops.activations.silu_and_mul import silu_and_mul
+from triton_ops.e4m3 import E4M3
 from triton_ops.implementation import cdiv, gpu_of
-from triton_ops.kv.e4m3 import E4M3
-from triton_ops.linear.quantised_rows import BLOCK
 from triton_ops.moe.e4m3 import ScaledE4M3
 from triton_ops.moe.moe import Activation, Matrices, moe
 from triton_ops.moe.mxfp4 import BYTES, GROUP, Mxfp4, scales_of, words_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from layers.placement import Layer, Placement
-from triton_ops.linear.quantised_rows import QuantisedRows
+from triton_ops.activations.quantised_rows import QuantisedRows
 from triton_ops.norms.rms_norm import add_rms_norm, quantised_rms_norm, rms_norm, rms_norm_add
 
 

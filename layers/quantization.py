@@ -16,10 +16,10 @@ from torch import Tensor
 from layers.int4_formats import Words
 from layers.int4_places import plain_int4_places
 from layers.place import Filled, Place
+from triton_ops.activations.quantised_rows import BLOCK
+from triton_ops.e4m3 import E4M3
 from triton_ops.implementation import cdiv
-from triton_ops.kv.e4m3 import E4M3
 from triton_ops.linear.e4m3_linear import dequantised_weight, quantised_weight
-from triton_ops.linear.quantised_rows import BLOCK
 
 PIECE_ROWS = 32 * BLOCK  # of a weight that is quantised as it is loaded: bounds the memory
 

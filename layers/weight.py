@@ -12,13 +12,13 @@ from layers.place import LeftPlain, Place
 from layers.placement import Placement
 from layers.products import Product
 from layers.quantization import Scales, held_places, plain_places, rounded_place
+from triton_ops.activations.quantised_rows import BLOCK, QuantisedRows
+from triton_ops.e4m3 import E4M3
 from triton_ops.implementation import cdiv, gpu_of, has_gluon, runs_triton
-from triton_ops.kv.e4m3 import E4M3
 from triton_ops.linear.e4m3_linear import e4m3_linear
 from triton_ops.linear.few_rows_linear import few_rows_linear
 from triton_ops.linear.gated_linear import gated_linear
 from triton_ops.linear.int4_linear import GROUP, int4_linear
-from triton_ops.linear.quantised_rows import BLOCK, QuantisedRows
 from triton_ops.linear.split_k_linear import split_k_linear
 from triton_ops.tuning import FewRowsConfig, few_rows_config, gated_linear_config, split_k_config
 

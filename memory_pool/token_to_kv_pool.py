@@ -8,7 +8,7 @@ import weakref
 import torch
 
 from memory_pool.slot_allocator import SlotAllocator
-from triton_ops.kv.e4m3 import E4M3
+from triton_ops.e4m3 import E4M3
 from triton_ops.kv.view import KVView
 
 

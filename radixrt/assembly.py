@@ -49,8 +49,8 @@ from radixrt.models.loader import check_dtype, load_model, model_folder, reload_
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.policy import SchedulePolicy, SchedulerConfig
 from radixrt.schedule.scheduler import Scheduler
+from triton_ops.e4m3 import E4M3, FIRST_CAPABILITY
 from triton_ops.implementation import runs_triton
-from triton_ops.kv.e4m3 import E4M3, FIRST_CAPABILITY
 
 _log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from radixrt.errors import ParameterError
+from triton_ops.e4m3 import FIRST_CAPABILITY
 from triton_ops.implementation import Impl, gpu_of, runs_triton
-from triton_ops.kv.e4m3 import FIRST_CAPABILITY
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:

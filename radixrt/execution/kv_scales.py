@@ -13,7 +13,7 @@ from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.models.decoder import Decoder
 from radixrt.schedule.passes import NO_ROWS
-from triton_ops.kv.e4m3 import E4M3_MAX
+from triton_ops.e4m3 import E4M3_MAX
 
 NUM_TOKENS = 256
 SEED = 0

@@ -27,10 +27,10 @@ from layers.vocabulary import Embedding, LogitsHead
 from layers.weight import Weight
 from radixrt.models.config import ModelConfig
 from triton_ops.activations.gelu_and_mul import gelu_and_mul
+from triton_ops.activations.quantised_rows import QuantisedRows
 from triton_ops.activations.silu_and_mul import quantised_silu_and_mul, silu_and_mul
 from triton_ops.attention.arguments import Scoring
 from triton_ops.kv.qk_norm_rope_store import HeadNorm
-from triton_ops.linear.quantised_rows import QuantisedRows
 
 Hidden = Tensor | QuantisedRows
 """`[T, size]`, for layers whose weights are in e4m3 quantised by the kernel that made it."""

@@ -27,8 +27,8 @@ from radixrt.models.families import text_models_of
 from radixrt.models.multimodal import text_name
 from radixrt.models.registry import find_architecture
 from radixrt.models.weight_files import INDEX_FILE, StoredTensor, WeightFiles, abbreviate, num_layers_of
+from triton_ops.e4m3 import E4M3, FIRST_CAPABILITY
 from triton_ops.implementation import Impl, gpu_of, runs_triton
-from triton_ops.kv.e4m3 import E4M3, FIRST_CAPABILITY
 from triton_ops.linear.int4_linear import GROUP
 from triton_ops.moe.mxfp4 import scale_of
 

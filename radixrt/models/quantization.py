@@ -9,8 +9,8 @@ from layers.int4_formats import Words
 from layers.quantization import Quantization, Scales
 from radixrt.errors import ModelError
 from radixrt.models.multimodal import text_name
+from triton_ops.activations.quantised_rows import BLOCK
 from triton_ops.linear.int4_linear import GROUP
-from triton_ops.linear.quantised_rows import BLOCK
 
 _BLOCKS = [BLOCK, BLOCK]
 _REMEDY = "take the checkpoint that is not quantised; quantization='fp8' makes it half as large"

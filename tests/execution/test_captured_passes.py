@@ -54,8 +54,8 @@ from tests.support.checkpoints import (
 from tests.support.recomputing import Recomputing, planner_on_cpu
 from tests.support.world.invariants import total_len
 from tests.test_forms import STEPS, generate
+from triton_ops.e4m3 import FIRST_CAPABILITY
 from triton_ops.implementation import gpu_of
-from triton_ops.kv.e4m3 import FIRST_CAPABILITY
 
 pytestmark = pytest.mark.usefixtures("device")
 

@@ -22,8 +22,8 @@ from radixrt.models.decoder import Decoder
 from radixrt.models.loader import load_model
 from tests.support import checkpoints
 from tests.support.input_metadata import input_metadata
+from triton_ops.e4m3 import E4M3
 from triton_ops.implementation import GPU, compiling_for
-from triton_ops.kv.e4m3 import E4M3
 
 pytestmark = pytest.mark.usefixtures("device")
 

@@ -11,7 +11,7 @@ from layers.placement import Placement
 from layers.quantization import PIECE_ROWS, Quantization, Scales
 from layers.weight import Weight
 from tests.support.interpreter import require_interpreter
-from triton_ops.kv.e4m3 import E4M3
+from triton_ops.e4m3 import E4M3
 from triton_ops.linear.e4m3_linear import dequantised_weight, e4m3_linear, quantised_weight
 
 CPU = torch.device("cpu")

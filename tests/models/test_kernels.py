@@ -24,7 +24,7 @@ from radixrt.models.decoder import Block, Decoder, FeedForward
 from radixrt.models.loader import load_model
 from tests.support import checkpoints, probe_kernels
 from tests.support.input_metadata import input_metadata
-from triton_ops.kv.e4m3 import E4M3
+from triton_ops.e4m3 import E4M3
 from triton_ops.kv.view import KVView
 from triton_ops.linear.gated_linear import gated_linear
 from triton_ops.linear.split_k_linear import split_k_linear

@@ -29,9 +29,9 @@ from tests.models.test_parity import Session, assert_close, dense, prompt
 from tests.support import checkpoints
 from tests.support.interpreter import require_interpreter
 from tests.support.quantised_checkpoints import FORMATS, SHAPE, compressed_config, fp8_config, write
-from triton_ops.kv.e4m3 import E4M3
+from triton_ops.activations.quantised_rows import quantise_rows
+from triton_ops.e4m3 import E4M3
 from triton_ops.linear.e4m3_linear import dequantised_weight, quantised_weight
-from triton_ops.linear.quantised_rows import quantise_rows
 from triton_ops.moe.moe import moe
 
 llama = partial(checkpoints.llama, **SHAPE)

@@ -13,8 +13,8 @@ from radixrt.execution.attention.flat import KernelShape
 from triton_ops.attention.extend import Extends
 from triton_ops.attention.plan import AttentionPlan, ExtendPlan, Int32Array, SharedItems, SharingPlan
 from triton_ops.attention.shared import shared_rows
+from triton_ops.e4m3 import E4M3, quantise
 from triton_ops.implementation import gpu_of
-from triton_ops.kv.e4m3 import E4M3, quantise
 from triton_ops.kv.view import KVView
 
 

@@ -23,7 +23,7 @@ from triton_ops.attention.decode import SHORT_ITEM, decode_attention, decode_ref
 from triton_ops.attention.dense import dense_attention
 from triton_ops.attention.extend import extend_attention, extend_reference
 from triton_ops.attention.plan import AttentionPlan, ExtendPlan
-from triton_ops.kv.e4m3 import quantise
+from triton_ops.e4m3 import quantise
 
 RUNS: dict[str, Any] = {"impl": "torch"}
 

@@ -21,6 +21,7 @@ from triton_ops.activations.clamped_swiglu import clamped_swiglu
 from triton_ops.activations.gelu_and_mul import gelu_and_mul
 from triton_ops.activations.gelu_fast import gelu_fast
 from triton_ops.activations.gelu_new import gelu_new
+from triton_ops.activations.quantised_rows import quantise_rows
 from triton_ops.activations.silu_and_mul import quantised_silu_and_mul, silu_and_mul
 from triton_ops.attention.arguments import Scoring
 from triton_ops.attention.decode import decode_attention
@@ -30,8 +31,8 @@ from triton_ops.attention.plan import AttentionPlan, ExtendPlan, SharedItems
 from triton_ops.attention.shared import shared_rows
 from triton_ops.attention.soft_cap import soft_cap
 from triton_ops.attention.training import attention_with_grad
+from triton_ops.e4m3 import E4M3, FIRST_CAPABILITY
 from triton_ops.implementation import GPU, cdiv, gpu_of, has_gluon
-from triton_ops.kv.e4m3 import E4M3, FIRST_CAPABILITY
 from triton_ops.kv.kv_copy import kv_copy
 from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, qk_norm_rope_store
 from triton_ops.kv.view import KVView
@@ -40,7 +41,6 @@ from triton_ops.linear.few_rows_linear import few_rows_linear
 from triton_ops.linear.gated_linear import gated_linear
 from triton_ops.linear.int4_linear import dequantized_int4, int4_linear
 from triton_ops.linear.ordered_linear import ordered_linear
-from triton_ops.linear.quantised_rows import quantise_rows
 from triton_ops.linear.split_k_linear import split_k_linear
 from triton_ops.moe.e4m3 import ScaledE4M3
 from triton_ops.moe.expert_tiles import expert_tiles

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from layers.quantization import Scales
 from tests.support import checkpoints
-from triton_ops.kv.e4m3 import E4M3
+from triton_ops.e4m3 import E4M3
 from triton_ops.linear.e4m3_linear import dequantised_weight, quantised_weight
 
 # Linear layers of blocks: projections of attention, feed-forward and experts, no norms and no routers.

@@ -6,9 +6,9 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from triton_ops.activations.elementwise import as_rows, launch_gated, row_and_columns
+from triton_ops.activations.quantised_rows import BLOCK, QuantisedRows, e4m3_scale, finite_sizes
+from triton_ops.e4m3 import to_e4m3
 from triton_ops.implementation import Impl, cdiv, next_power_of_2, runs_triton, tl, triton
-from triton_ops.kv.e4m3 import to_e4m3
-from triton_ops.linear.quantised_rows import BLOCK, QuantisedRows, e4m3_scale, finite_sizes
 from triton_ops.tuning import E4M3_GROUPS, E4M3_ROW
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from triton_ops.attention.merge import Partials
 from triton_ops.attention.plan import SharingPlan
+from triton_ops.e4m3 import E4M3, check_scales
 from triton_ops.implementation import next_power_of_2
-from triton_ops.kv.e4m3 import E4M3, check_scales
 from triton_ops.kv.view import KVView
 from triton_ops.tuning import AttentionConfig
 

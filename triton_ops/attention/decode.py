@@ -18,6 +18,7 @@ from triton_ops.attention.plan import AttentionPlan
 from triton_ops.attention.shared import shared_attention
 from triton_ops.attention.soft_cap import soft_cap
 from triton_ops.attention.softmax import attend_pairs, attend_tile, load_heads, write_rows
+from triton_ops.e4m3 import E4M3
 from triton_ops.implementation import (
     Impl,
     gdc_launch_dependents,
@@ -29,7 +30,6 @@ from triton_ops.implementation import (
     tl,
     triton,
 )
-from triton_ops.kv.e4m3 import E4M3
 from triton_ops.kv.view import KVView
 from triton_ops.tuning import DECODE_ROWS, MERGE_PRECISION, decode_config
 

@@ -22,8 +22,8 @@ from triton_ops.attention.plan import ExtendPlan
 from triton_ops.attention.shared import shared_attention
 from triton_ops.attention.soft_cap import soft_cap
 from triton_ops.attention.softmax import attend_tile, write_rows
+from triton_ops.e4m3 import E4M3
 from triton_ops.implementation import GPU, Impl, gpu_of, runs_triton, tl, triton
-from triton_ops.kv.e4m3 import E4M3
 from triton_ops.kv.view import KVView
 from triton_ops.tuning import SHORT_ROWS, extend_config
 

@@ -16,8 +16,8 @@ from triton_ops.attention.softmax import (
     overflows,
     write_rows,
 )
+from triton_ops.e4m3 import E4M3
 from triton_ops.implementation import GPU, gdc_launch_dependents, gpu_of, tl, triton
-from triton_ops.kv.e4m3 import E4M3
 from triton_ops.kv.view import KVView
 from triton_ops.tuning import shared_config
 

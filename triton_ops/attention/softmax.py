@@ -4,8 +4,8 @@ and Gimelshein, 2018).
 
 from __future__ import annotations
 
+from triton_ops.e4m3 import from_pairs
 from triton_ops.implementation import tl, triton
-from triton_ops.kv.e4m3 import from_pairs
 
 LOG2_E: tl.constexpr = 1.4426950408889634 if tl is None else tl.constexpr(1.4426950408889634)
 

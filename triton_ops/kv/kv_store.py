@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from triton_ops.kv.e4m3 import put_slots
+from triton_ops.e4m3 import put_slots
 
 
 def kv_store(k: Tensor, v: Tensor, k_buffer: Tensor, v_buffer: Tensor, out_cache_loc: Tensor) -> None:

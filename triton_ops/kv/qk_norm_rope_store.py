@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from triton_ops.activations.elementwise import check_vector
+from triton_ops.e4m3 import E4M3, check_scales, in_float16, quantise, to_e4m3, to_float16
 from triton_ops.implementation import (
     Impl,
     cdiv,
@@ -19,7 +20,6 @@ from triton_ops.implementation import (
     tl,
     triton,
 )
-from triton_ops.kv.e4m3 import E4M3, check_scales, in_float16, quantise, to_e4m3, to_float16
 from triton_ops.kv.kv_store import kv_store
 from triton_ops.kv.rope import apply_rotary
 from triton_ops.kv.view import KVView

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from triton_ops.kv.e4m3 import slots_of
+from triton_ops.e4m3 import slots_of
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import pad
 
+from triton_ops.activations.quantised_rows import BLOCK, QuantisedRows, codes_of, scale_of, spread_groups
+from triton_ops.e4m3 import E4M3
 from triton_ops.implementation import Impl, cdiv, gpu_of, runs_triton, tl, triton
-from triton_ops.kv.e4m3 import E4M3
-from triton_ops.linear.quantised_rows import BLOCK, QuantisedRows, codes_of, scale_of, spread_groups
 from triton_ops.tuning import e4m3_linear_config
 
 # Up to so many rows the kernel is faster than torch's product, of x's scales by row and of those by group.

@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 
 from triton_ops.activations.clamped_swiglu import clamped_swiglu, clamped_swiglu_of
 from triton_ops.activations.elementwise import row_and_columns
+from triton_ops.activations.quantised_rows import quantise_rows
 from triton_ops.activations.silu_and_mul import silu_and_mul, silu_times
 from triton_ops.implementation import (
     Impl,
@@ -25,7 +26,6 @@ from triton_ops.implementation import (
 )
 from triton_ops.linear.e4m3_linear import e4m3_linear
 from triton_ops.linear.ordered_linear import ordered_linear
-from triton_ops.linear.quantised_rows import quantise_rows
 from triton_ops.moe.e4m3 import ScaledE4M3
 from triton_ops.moe.expert_tiles import expert_tiles
 from triton_ops.moe.mxfp4 import GROUP, Mxfp4, dequantised_tile

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from triton_ops.activations.elementwise import as_rows, check_parts, check_residual, check_vector
+from triton_ops.activations.quantised_rows import BLOCK as GROUP
+from triton_ops.activations.quantised_rows import QuantisedRows, e4m3_scale, finite_sizes
+from triton_ops.e4m3 import to_e4m3
 from triton_ops.implementation import (
     Impl,
     cdiv,
@@ -18,9 +21,6 @@ from triton_ops.implementation import (
     tl,
     triton,
 )
-from triton_ops.kv.e4m3 import to_e4m3
-from triton_ops.linear.quantised_rows import BLOCK as GROUP
-from triton_ops.linear.quantised_rows import QuantisedRows, e4m3_scale, finite_sizes
 from triton_ops.tuning import EARLY_BLOCK, row_blocks
 
 

@@ -32,8 +32,8 @@ from triton_ops.attention.decode import decode_attention
 from triton_ops.attention.extend import Extends, extend_attention
 from triton_ops.attention.ordered import SUPERBLOCK, ordered_decode, ordered_extend
 from triton_ops.attention.plan import AttentionPlan, ExtendPlan
+from triton_ops.e4m3 import E4M3, quantise
 from triton_ops.implementation import gpu_of
-from triton_ops.kv.e4m3 import E4M3, quantise
 
 E4M3_SCALE = 2.0**-6  # normal numbers are up to 6 in magnitude
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from radixrt.bench.kernels.case import Call, Case, Contender, Expected
 from radixrt.bench.kernels.roofline import Work
-from triton_ops.kv.e4m3 import E4M3, E4M3_MAX
+from triton_ops.activations.quantised_rows import BLOCK, quantise_rows
+from triton_ops.e4m3 import E4M3, E4M3_MAX
 from triton_ops.linear.e4m3_linear import (
     dequantised_weight,
     e4m3_linear,
@@ -20,7 +21,6 @@ from triton_ops.linear.e4m3_linear import (
     scaled_product,
     torch_scaled_product,
 )
-from triton_ops.linear.quantised_rows import BLOCK, quantise_rows
 
 DTYPE = torch.bfloat16
 ROWS = (8, 64, 512, 2048, 16_384)

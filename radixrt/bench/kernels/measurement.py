@@ -24,8 +24,8 @@ from radixrt.bench.kernels.case import (
 from radixrt.bench.kernels.goals import published_times
 from radixrt.bench.kernels.roofline import EXPS_PER_SM, Bound, Machine
 from radixrt.bench.report import reason_of
+from triton_ops.e4m3 import E4M3
 from triton_ops.implementation import gpu_of
-from triton_ops.kv.e4m3 import E4M3
 from triton_ops.linear.e4m3_linear import torch_scaled_product
 
 MAX_ERROR = 0.02

@@ -9,8 +9,8 @@ import torch
 
 from tests.support.attention_checks import POOL, RUNS
 from tests.support.interpreter import require_interpreter
+from triton_ops.e4m3 import FIRST_CAPABILITY
 from triton_ops.implementation import Impl, gpu_of
-from triton_ops.kv.e4m3 import FIRST_CAPABILITY
 
 
 @pytest.fixture(scope="module", params=["torch", "triton"])

@@ -33,8 +33,8 @@ from triton_ops.attention.decode import decode_attention
 from triton_ops.attention.dense import dense_attention
 from triton_ops.attention.extend import Extends, extend_attention
 from triton_ops.attention.plan import AttentionPlan, ExtendPlan
+from triton_ops.e4m3 import FIRST_CAPABILITY
 from triton_ops.implementation import Impl, gpu_of
-from triton_ops.kv.e4m3 import FIRST_CAPABILITY
 from triton_ops.kv.kv_store import kv_store
 from triton_ops.kv.view import KVView
 

@@ -31,8 +31,8 @@ from triton_ops.attention.dense import dense_attention
 from triton_ops.attention.extend import Extends, extend_attention
 from triton_ops.attention.extend_hopper import runs_hopper
 from triton_ops.attention.plan import ExtendPlan
+from triton_ops.e4m3 import E4M3
 from triton_ops.implementation import GPU, gpu_of, has_gluon
-from triton_ops.kv.e4m3 import E4M3
 from triton_ops.kv.view import KVView
 
 BF16 = {"head_dim": 128, "dtype": torch.bfloat16}

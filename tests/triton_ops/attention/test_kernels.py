@@ -28,8 +28,8 @@ from triton_ops.attention.decode import decode_attention
 from triton_ops.attention.dense import dense_attention
 from triton_ops.attention.extend import extend_attention
 from triton_ops.attention.plan import AttentionPlan, Int32Array
+from triton_ops.e4m3 import FIRST_CAPABILITY, quantise
 from triton_ops.implementation import gpu_of
-from triton_ops.kv.e4m3 import FIRST_CAPABILITY, quantise
 from triton_ops.kv.view import KVView
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("device", ["cuda"], indirect=True, scope="module")]

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from triton_ops.activations.quantised_rows import SMALLEST_MAX, quantise_rows
+from triton_ops.e4m3 import E4M3, E4M3_MAX, FIRST_CAPABILITY
 from triton_ops.implementation import gpu_of
-from triton_ops.kv.e4m3 import E4M3, E4M3_MAX, FIRST_CAPABILITY
 from triton_ops.linear.e4m3_linear import (
     dequantised_weight,
     e4m3_linear,
@@ -17,7 +18,6 @@ from triton_ops.linear.e4m3_linear import (
     scaled_product,
     torch_scaled_product,
 )
-from triton_ops.linear.quantised_rows import SMALLEST_MAX, quantise_rows
 
 # The interpreter does not know bfloat16.
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from triton_ops.activations.quantised_rows import QuantisedRows, quantise_rows
 from triton_ops.activations.silu_and_mul import quantised_silu_and_mul, silu_and_mul
+from triton_ops.e4m3 import E4M3, FIRST_CAPABILITY
 from triton_ops.implementation import gpu_of
-from triton_ops.kv.e4m3 import E4M3, FIRST_CAPABILITY
 from triton_ops.linear.e4m3_linear import e4m3_linear, quantised_weight
-from triton_ops.linear.quantised_rows import QuantisedRows, quantise_rows
 from triton_ops.norms.rms_norm import add_rms_norm, quantised_rms_norm, rms_norm
 
 # The interpreter does not know bfloat16.

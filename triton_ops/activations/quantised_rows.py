@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from triton_ops.activations.elementwise import as_rows
+from triton_ops.e4m3 import E4M3, E4M3_MAX, to_e4m3
 from triton_ops.implementation import Impl, cdiv, next_power_of_2, runs_triton, tl, triton
-from triton_ops.kv.e4m3 import E4M3, E4M3_MAX, to_e4m3
 from triton_ops.tuning import E4M3_GROUPS, E4M3_ROW
 
 BLOCK = 128  # of a row's elements, and of a weight's rows and columns, that have a scale in common

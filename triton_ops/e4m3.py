@@ -1,8 +1,10 @@
-"""e4m3, the 8-bit float of a quantised pool.
+"""e4m3, an 8-bit float, of weights, of what they multiply and of a quantised pool.
 
 It has 4 bits of exponent and 3 of mantissa, numbers up to 448, NaN, and no infinity (Micikevicius et al., 2022). A
 head's values are stored divided by the head's scale, a power of two, so that both ways are exact.
 """
+
+# Tests: tests/triton_ops/kv/test_qk_norm_rope_store.py, tests/triton_ops/activations/test_quantised_rows.py
 
 from __future__ import annotations
 
