@@ -16,6 +16,7 @@ from radixrt.cli.exit_status import PIPE_CLOSED, RESUMABLE, UNUSABLE, exit_statu
 from radixrt.cli.generate import add_generate_command
 from radixrt.cli.models import add_models_command
 from radixrt.cli.plan import add_plan_command
+from radixrt.cli.serve import add_serve_command
 from radixrt.cli.verify import add_verify_command
 from radixrt.errors import RadixrtError
 from radixrt.files.disk import is_of_the_disk
@@ -89,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     add_chat_command(commands)
     add_batch_command(commands)
     add_plan_command(commands)
+    add_serve_command(commands)
     add_verify_command(commands)
     add_bench_command(commands)
     add_models_command(commands)

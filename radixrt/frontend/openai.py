@@ -16,7 +16,7 @@ from typing import Any
 from radixrt.checks import check_int, check_kind, check_prompt, kind, short
 from radixrt.errors import ParameterError, PromptError
 from radixrt.frontend.sampling_aliases import known_parameters, with_nearest
-from radixrt.output import CompletionOutput, FinishReason, RequestOutput, TokenLogprob
+from radixrt.output import CompletionOutput, FinishReason, RequestOutput, TokenLogprob, Usage
 from radixrt.sampling_params import MAX_LOGPROBS
 from radixrt.text.chat import MORE_OF_ROLE, Chat
 from radixrt.text.token_spelling import TokenSpelling
@@ -161,21 +161,46 @@ def answer_body(
     url: str, output: RequestOutput, *, id_digest: str, model: str, created: int, spelling: TokenSpelling
 ) -> dict[str, object]:
     """The body of a `chat.completion` or a `text_completion`."""
-    prefix, name = ("chatcmpl", "chat.completion") if url == CHAT else ("cmpl", "text_completion")
-    usage = output.usage
+    name = "chat.completion" if url == CHAT else "text_completion"
+    choices = [_choice(url, answer, spelling) for answer in output.outputs]
+    head = _head(url, name, id_digest=id_digest, model=model, created=created)
+    return {**head, "choices": choices, "usage": _usage(output.usage), "system_fingerprint": None}
+
+
+def chunk_body(
+    url: str, text: str | None, finish_reason: str | None, *, id_digest: str, model: str, created: int
+) -> dict[str, object]:
+    """A chunk of a streamed answer, with more of its text, or with none (None) and the role of a chat's answer."""
+    if url == CHAT:
+        delta = {"role": "assistant", "content": ""} if text is None else {"content": text} if text else {}
+        choice: dict[str, object] = {"index": 0, "delta": delta}
+    else:
+        choice = {"index": 0, "text": text or ""}
+    choices = [{**choice, "logprobs": None, "finish_reason": finish_reason}]
+    return {**_head(url, _chunk_name(url), id_digest=id_digest, model=model, created=created), "choices": choices}
+
+
+def usage_body(url: str, usage: Usage, *, id_digest: str, model: str, created: int) -> dict[str, object]:
+    """The last chunk of a stream that is to count tokens."""
+    head = _head(url, _chunk_name(url), id_digest=id_digest, model=model, created=created)
+    return {**head, "choices": [], "usage": _usage(usage)}
+
+
+def _chunk_name(url: str) -> str:
+    return "chat.completion.chunk" if url == CHAT else "text_completion"
+
+
+def _head(url: str, name: str, *, id_digest: str, model: str, created: int) -> dict[str, object]:
+    prefix = "chatcmpl" if url == CHAT else "cmpl"
+    return {"id": f"{prefix}-{id_digest}", "object": name, "created": created, "model": model}
+
+
+def _usage(usage: Usage) -> dict[str, object]:
     return {
-        "id": f"{prefix}-{id_digest}",
-        "object": name,
-        "created": created,
-        "model": model,
-        "choices": [_choice(url, answer, spelling) for answer in output.outputs],
-        "usage": {
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        },
-        "system_fingerprint": None,
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
 
 

@@ -1,0 +1,97 @@
+"""`radixrt serve`: a server that OpenAI's clients talk to."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import ipaddress
+import sys
+from pathlib import Path
+from typing import Any
+
+from radixrt.builtin import MODEL_PATH
+from radixrt.cli.exit_status import DONE
+from radixrt.cli.kept_cache import runtime_with_cache
+from radixrt.cli.options import add_command, add_runtime_options, runtime_options
+from radixrt.errors import ParameterError
+
+INSTALL = "pip install 'radixrt[server]'"
+
+_EXAMPLES = """\
+examples:
+  radixrt serve --model FOLDER_OR_ID
+  radixrt serve --model FOLDER_OR_ID --host 0.0.0.0 --port 8080 --api-key-file keys.txt
+
+  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+      -d '{"model": "any", "messages": [{"role": "user", "content": "Hello!"}]}'
+
+A file of API keys has a key of at least 16 characters a line. Each key is a tenant with a cache of its own, so
+that nobody can time what others have asked. Without keys the server listens to this machine alone.
+
+SIGTERM and Ctrl-C refuse new requests, let those that run end, and end the server; a second one ends it at once.
+
+exit status: 0 it was ended; 2 the options, the model or a file cannot be used, or the port is taken.
+"""
+
+
+def add_serve_command(commands: Any) -> None:
+    """Add `serve` to the subparsers of `radixrt`."""
+    parser = add_command(
+        commands,
+        "serve",
+        usage="[options]",
+        help="answer OpenAI's clients over HTTP",
+        description="A server with OpenAI's endpoints for completions and chats, over one Runtime.",
+        epilog=_EXAMPLES,
+        run=_serve,
+    )
+    option = parser.add_argument_group("server").add_argument
+    option("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen at (127.0.0.1)")
+    option("--port", type=int, default=8000, metavar="N", help="0: any that is free (8000)")
+    option("--api-key-file", type=Path, metavar="FILE", help="keys of the clients that may ask, a line each")
+    option("--model-name", metavar="NAME", help="as clients see it (the folder's, or the hub id)")
+    option(
+        "--max-waiting", type=int, default=4096, metavar="N", help="requests that wait; more are told 429 (4096)"
+    )
+    option(
+        "--drain-seconds", type=int, default=60, metavar="N", help="for what runs, once the server is to end (60)"
+    )
+    add_runtime_options(parser)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    for package in ("fastapi", "uvicorn", "prometheus_client"):
+        if importlib.util.find_spec(package) is None:
+            raise ParameterError(f"a server needs packages that are not installed: {INSTALL}")
+    from radixrt.server.app import Server
+    from radixrt.server.limits import Limits
+    from radixrt.server.run import bound_socket, run_server
+    from radixrt.server.tenants import Tenants
+
+    for name, least, most in (("port", 0, 65535), ("max_waiting", 1, 10**9), ("drain_seconds", 0, 86_400)):
+        if not least <= (value := getattr(arguments, name)) <= most:
+            raise ParameterError(f"{name} is {value}; it must be {least} to {most}")
+    keys = arguments.api_key_file
+    tenants = Tenants() if keys is None else Tenants.of_file(keys)
+    if not tenants and not _is_loopback(arguments.host):
+        raise ParameterError(
+            f"host is {arguments.host!r}, where others can ask: that needs --api-key-file; 127.0.0.1 is for this "
+            "machine alone"
+        )
+    model = runtime_options(arguments).get("model", MODEL_PATH)
+    name = arguments.model_name or ("built-in" if model == MODEL_PATH else str(model).rstrip("/"))
+    socket = bound_socket(arguments.host, arguments.port)  # before the model is loaded
+    with socket, runtime_with_cache(arguments) as runtime:
+        server = Server(runtime, name, tenants=tenants, limits=Limits(waiting=arguments.max_waiting))
+        host, port = socket.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        print(f"radixrt serves {name} at http://{shown}:{port}/v1", file=sys.stderr, flush=True)
+        run_server(server, socket, arguments.drain_seconds)
+    return DONE
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,1 @@
+"""`radixrt serve`: OpenAI's endpoints over one Runtime."""

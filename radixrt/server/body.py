@@ -1,0 +1,37 @@
+"""Reading a request's body: its size, its JSON, its depth."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterable
+from typing import Any
+
+from radixrt.batch.formats.strict_json import loads, nests_deeper
+from radixrt.checks import kind
+from radixrt.server.limits import Limits
+from radixrt.server.refusal import Refusal
+
+
+async def read_object(pieces: AsyncIterable[bytes], limits: Limits) -> dict[str, Any]:
+    """The JSON object of a body, without what is null. Raises Refusal."""
+    body = bytearray()
+    async for piece in pieces:
+        body += piece
+        if len(body) > limits.body_bytes:
+            raise Refusal(413, f"the body has more than {limits.body_bytes:,} bytes", "body_too_large")
+    return await asyncio.to_thread(_parsed, bytes(body), limits)
+
+
+def _parsed(body: bytes, limits: Limits) -> dict[str, Any]:
+    deep = Refusal(400, f"the body has more than {limits.depth} levels of arrays and objects", "invalid_json")
+    try:
+        given = loads(body)
+    except RecursionError:
+        raise deep from None
+    except ValueError as error:
+        raise Refusal(400, f"the body {error}", "invalid_json") from None
+    if nests_deeper(given, limits.depth):
+        raise deep
+    if not isinstance(given, dict):
+        raise Refusal(400, f"the body is {kind(given)}; it must be an object", "invalid_json")
+    return {name: value for name, value in given.items() if value is not None}

@@ -1,0 +1,26 @@
+"""What a server takes of a client: everything has a bound."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one server. What passes one is refused, by name, before anything is computed.
+
+    Attributes:
+        body_bytes: of a request's body.
+        depth: of arrays and objects within one another in a body.
+        prompts: in one body.
+        answers: in all to one body: its prompts times n.
+        waiting: requests that wait for a place among the running ones; others are told to come again (429).
+        stalled_seconds: without a pass, while requests have not ended, before `/health` says so.
+    """
+
+    body_bytes: int = 16 * 2**20
+    depth: int = 64
+    prompts: int = 2048
+    answers: int = 4096
+    waiting: int = 4096
+    stalled_seconds: float = 120.0

@@ -1,0 +1,71 @@
+"""What a server counts, in the format of Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from radixrt.runtime import Runtime
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+
+
+class Metrics:
+    """Of one server: responses as they are made, and a Runtime's numbers when they are asked for."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_RuntimeNumbers(runtime))
+        self.responses = Counter(
+            "radixrt_responses",
+            "Responses by endpoint and status",
+            ("endpoint", "status"),
+            registry=self._registry,
+        )
+        self.seconds = Histogram(
+            "radixrt_response_seconds",
+            "Time of a response, of a stream to its end",
+            ("endpoint",),
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self.first_token_seconds = Histogram(
+            "radixrt_first_event_seconds",
+            "Time to the first text of a stream",
+            ("endpoint",),
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+
+    def text(self) -> bytes:
+        """All of it."""
+        return generate_latest(self._registry)
+
+
+class _RuntimeNumbers:
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def collect(self) -> Iterator[Metric]:
+        """As a registry asks for them."""
+        runtime = self._runtime
+        activity, cache = runtime.activity(), runtime.cache_stats()
+        for name, about, value in (
+            ("radixrt_passes", "Forward passes", activity.passes),
+            ("radixrt_extended_tokens", "Prompt tokens computed", activity.extended_tokens),
+            ("radixrt_decoded_tokens", "Tokens sampled", activity.decoded_tokens),
+            ("radixrt_device_seconds", "The device's time in passes", activity.busy_seconds),
+            ("radixrt_prompt_tokens", "Prompt tokens of admitted requests", cache.prompt_tokens),
+            ("radixrt_cached_tokens", "Those of them that were found in the cache", cache.cached_tokens),
+        ):
+            yield CounterMetricFamily(name, about, value=value)
+        for name, about, value in (
+            ("radixrt_running_requests", "Requests that run", runtime.num_running),
+            ("radixrt_waiting_requests", "Requests that wait for memory or a place", runtime.num_waiting),
+            ("radixrt_pool_tokens", "Tokens that the KV pool holds at most", cache.capacity),
+            ("radixrt_pool_free_tokens", "Tokens that it has room for without an eviction", cache.free),
+        ):
+            yield GaugeMetricFamily(name, about, value=value)

@@ -1,0 +1,54 @@
+"""API keys: each is a namespace of the cache, so that no tenant can time what another one has asked."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from radixrt.errors import ParameterError
+from radixrt.server.refusal import Refusal
+
+_MIN_KEY = 16  # characters
+
+
+class Tenants:
+    """Which keys are known. Without any, all clients share one namespace and need none."""
+
+    def __init__(self, keys: Iterable[str] = ()) -> None:
+        self._by_digest = {_digest(key): _digest(key)[:16] for key in keys}
+
+    @classmethod
+    def of_file(cls, path: str | Path) -> Tenants:
+        """Of a file with a key a line; empty lines and those that begin with # are left out.
+
+        Raises ParameterError where it cannot be read, has none, or has one of fewer than 16 characters.
+        """
+        try:
+            lines = [line.strip() for line in Path(path).read_text("utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ParameterError(f"the API keys in {path} cannot be read: {error}") from error
+        keys = [line for line in lines if line and not line.startswith("#")]
+        if not keys or min(map(len, keys)) < _MIN_KEY or any(" " in key for key in keys):
+            raise ParameterError(
+                f"{path} must have an API key a line, of {_MIN_KEY} characters at least, no blanks"
+            )
+        return cls(keys)
+
+    def __bool__(self) -> bool:
+        return bool(self._by_digest)
+
+    def of(self, authorization: str | None) -> str | None:
+        """The tenant of a header "Bearer KEY"; None where no keys are needed. Raises Refusal."""
+        if not self._by_digest:
+            return None
+        scheme, _, key = (authorization or "").partition(" ")
+        # Keys are looked up by digests: how long that takes tells nothing of them.
+        tenant = self._by_digest.get(_digest(key.strip())) if scheme.lower() == "bearer" else None
+        if tenant is None:
+            raise Refusal(401, "a known API key is needed: Authorization: Bearer KEY", "invalid_api_key")
+        return tenant
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
