@@ -30,7 +30,8 @@ that nobody can time what others have asked. Without keys the server listens to 
 
 SIGTERM and Ctrl-C refuse new requests, let those that run end, and end the server; a second one ends it at once.
 
-exit status: 0 it was ended; 2 the options, the model or a file cannot be used, or the port is taken.
+exit status: 2 the options, the model or a file cannot be used, or the port is taken; 130 ended by Ctrl-C, 143 by
+SIGTERM.
 """
 
 
@@ -65,7 +66,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             raise ParameterError(f"a server needs packages that are not installed: {INSTALL}")
     from radixrt.server.app import Server
     from radixrt.server.limits import Limits
-    from radixrt.server.run import bound_socket, run_server
+    from radixrt.server.run import bound_socket, uvicorn_of
     from radixrt.server.tenants import Tenants
 
     for name, least, most in (("port", 0, 65535), ("max_waiting", 1, 10**9), ("drain_seconds", 0, 86_400)):
@@ -86,7 +87,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         host, port = socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         print(f"radixrt serves {name} at http://{shown}:{port}/v1", file=sys.stderr, flush=True)
-        run_server(server, socket, arguments.drain_seconds)
+        uvicorn_of(server, arguments.drain_seconds).run(sockets=[socket])
     return DONE
 
 

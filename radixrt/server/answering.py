@@ -1,5 +1,7 @@
 """From what is asked to a body, or to the events of a stream."""
 
+# Tests: tests/server/test_server.py
+
 from __future__ import annotations
 
 import json

@@ -1,5 +1,7 @@
 """The endpoints of a server, over one Runtime."""
 
+# Tests: tests/server/test_server.py
+
 from __future__ import annotations
 
 import asyncio
@@ -174,10 +176,10 @@ async def _while_connected(request: Request, work: Awaitable[dict[str, object]])
             raise Refusal(499, "the client has gone away", "gone")  # nobody reads it; it is counted
         return task.result()
     finally:
-        for one in (task, gone):
-            one.cancel()
-        with suppress(asyncio.CancelledError, Exception):
-            await task
+        gone.cancel()
+        if task.cancel():
+            with suppress(asyncio.CancelledError):
+                await task
 
 
 async def _disconnected(request: Request) -> None:

@@ -1,5 +1,7 @@
 """What a body of OpenAI's endpoints asks for."""
 
+# Tests: tests/server/test_server.py
+
 from __future__ import annotations
 
 from dataclasses import dataclass

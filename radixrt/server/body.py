@@ -1,5 +1,7 @@
 """Reading a request's body: its size, its JSON, its depth."""
 
+# Tests: tests/server/test_server.py
+
 from __future__ import annotations
 
 import asyncio
@@ -14,12 +16,20 @@ from radixrt.server.refusal import Refusal
 
 async def read_object(pieces: AsyncIterable[bytes], limits: Limits) -> dict[str, Any]:
     """The JSON object of a body, without what is null. Raises Refusal."""
+    try:
+        body = await asyncio.wait_for(_whole(pieces, limits), limits.body_seconds)
+    except asyncio.TimeoutError:
+        raise Refusal(408, f"the body did not come within {limits.body_seconds:g} s", "timeout") from None
+    return await asyncio.to_thread(_parsed, body, limits)
+
+
+async def _whole(pieces: AsyncIterable[bytes], limits: Limits) -> bytes:
     body = bytearray()
     async for piece in pieces:
         body += piece
         if len(body) > limits.body_bytes:
             raise Refusal(413, f"the body has more than {limits.body_bytes:,} bytes", "body_too_large")
-    return await asyncio.to_thread(_parsed, bytes(body), limits)
+    return bytes(body)
 
 
 def _parsed(body: bytes, limits: Limits) -> dict[str, Any]:

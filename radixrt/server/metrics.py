@@ -1,5 +1,7 @@
 """What a server counts, in the format of Prometheus."""
 
+# Tests: tests/server/test_server.py
+
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,7 @@
 """What a client is told instead of an answer."""
 
+# Tests: tests/server/test_server.py
+
 from __future__ import annotations
 
 from radixrt.errors import (

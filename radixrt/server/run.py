@@ -1,4 +1,6 @@
-"""Running a server until a signal ends it."""
+"""A server's socket, and what listens to it."""
+
+# Tests: tests/server/test_server.py
 
 from __future__ import annotations
 
@@ -28,8 +30,10 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return bound
 
 
-def run_server(server: Server, bound: socket.socket, drain_seconds: int) -> None:
-    """Serve until SIGTERM or SIGINT; then refuse new requests, and let those that run end in that time."""
+def uvicorn_of(server: Server, drain_seconds: int) -> uvicorn.Server:
+    """What serves until SIGTERM or SIGINT, by `run(sockets=[...])`; then refuses new requests, and lets those that
+    run end in that time.
+    """
     config = Config(
         server.app(),
         log_level="warning",
@@ -41,7 +45,7 @@ def run_server(server: Server, bound: socket.socket, drain_seconds: int) -> None
         timeout_graceful_shutdown=drain_seconds,
         http="h11",
     )
-    _Draining(config, server).run(sockets=[bound])
+    return _Draining(config, server)
 
 
 class _Draining(uvicorn.Server):

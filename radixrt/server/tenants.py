@@ -1,5 +1,7 @@
 """API keys: each is a namespace of the cache, so that no tenant can time what another one has asked."""
 
+# Tests: tests/server/test_server.py
+
 from __future__ import annotations
 
 import hashlib
