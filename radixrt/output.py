@@ -101,6 +101,11 @@ class CompletionOutput:
     error: str | None = None
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it ended by a stop or at its length."""
+        return self.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+
+    @property
     def cumulative_logprob(self) -> float | None:
         """The natural log-probability of all its tokens together, if theirs were asked for."""
         return None if self.logprobs is None else sum(token.logprob for token in self.logprobs)
@@ -145,8 +150,7 @@ class RequestOutput:
     @property
     def failed(self) -> CompletionOutput | None:
         """The first answer that ended neither by a stop nor at its length; None if there is none."""
-        sound = (FinishReason.STOP, FinishReason.LENGTH)
-        return next((answer for answer in self.outputs if answer.finish_reason not in sound), None)
+        return next((answer for answer in self.outputs if not answer.is_whole), None)
 
     @property
     def failure(self) -> str | None:

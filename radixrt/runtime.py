@@ -7,7 +7,7 @@ import inspect
 import itertools
 import logging
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -278,7 +278,7 @@ class Runtime:
         request_id: str | None = None,
         priority: int = 0,
         stream_interval: int = 1,
-    ) -> AsyncIterator[StreamChunk]:
+    ) -> AsyncGenerator[StreamChunk, None]:
         """`stream` for asyncio, as `async_generate`."""
         built = self._numbered(self._builder.build_streamed, prompt, sampling_params, tenant, request_id, priority)
         with self._driver.opened(StreamCall(stream_interval), by_task=True) as call:
@@ -372,6 +372,12 @@ class Runtime:
     def has_begun(self, request: Request) -> bool:
         """Whether a pass has computed some of a submitted request; True if it has ended."""
         return self._driver.has_begun(request.id)
+
+    def check_whole(self) -> None:
+        """Raise what the next pass would if there can be none: DeviceLostError, SchedulerError, or RadixrtError if
+        it is closed.
+        """
+        self._driver.check_whole()
 
     @property
     def has_work(self) -> bool:

@@ -115,7 +115,7 @@ class SamplingParams:
         top_k: draw from the k most likely tokens, ties at the k-th included; 0 or -1 draws from all.
         top_p: draw from the fewest tokens whose probability reaches top_p, in (0, 1]; 1 draws from all.
         min_p: leave out tokens less likely than min_p times the most likely one, 0 to 1.
-        repetition_penalty: above 0 to 10; logits of tokens of the prompt or the answer are divided by it if
+        repetition_penalty: 0.01 to 10; logits of tokens of the prompt or the answer are divided by it if
             positive, multiplied if negative (Keskar et al., "CTRL", 2019). 1 is off.
         presence_penalty: -2 to 2; subtracted from the logits of tokens of the answer.
         frequency_penalty: -2 to 2; the same times the number of their occurrences.
@@ -364,7 +364,7 @@ _CHECKS: Mapping[str, _Check] = MappingProxyType(
         "top_k": _top_k,
         "top_p": _float(0.0, 1.0, above=True),
         "min_p": _float(0.0, 1.0),
-        "repetition_penalty": _float(0.0, 10.0, above=True),
+        "repetition_penalty": _float(0.01, 10.0),
         "presence_penalty": _float(-2.0, 2.0),
         "frequency_penalty": _float(-2.0, 2.0),
         "seed": _or_none(_int(0, 2**63 - 1)),

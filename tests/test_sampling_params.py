@@ -54,6 +54,7 @@ BAD: list[tuple[str, Any]] = [
     ("n", 0),
     ("n", 4097),
     ("repetition_penalty", 0),
+    ("repetition_penalty", 1e-30),  # it would make a logit infinite
     ("repetition_penalty", 10.5),
     ("presence_penalty", 2.5),
     ("presence_penalty", float("nan")),

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from radixrt.builtin import MODEL_PATH
-from radixrt.cli.exit_status import DONE
+from radixrt.cli.exit_status import DONE, SIGNALLED
 from radixrt.cli.kept_cache import runtime_with_cache
 from radixrt.cli.options import add_command, add_runtime_options, runtime_options
+from radixrt.engine.signals import Interrupted
 from radixrt.errors import ParameterError
 
 INSTALL = "pip install 'radixrt[server]'"
@@ -28,10 +29,11 @@ examples:
 A file of API keys has a key of at least 16 characters a line. Each key is a tenant with a cache of its own, so
 that nobody can time what others have asked. Without keys the server listens to this machine alone.
 
-SIGTERM and Ctrl-C refuse new requests, let those that run end, and end the server; a second one ends it at once.
+SIGTERM and Ctrl-C refuse new connections, let requests that run end, and end the server; then --save-cache saves.
+A second one cuts them, and saves nothing.
 
-exit status: 2 the options, the model or a file cannot be used, or the port is taken; 130 ended by Ctrl-C, 143 by
-SIGTERM.
+exit status: 2 the options, the model or a file cannot be used, or the port is taken; 75 the device was lost, and
+the cache with it; 130 ended by Ctrl-C, 143 by SIGTERM.
 """
 
 
@@ -52,7 +54,11 @@ def add_serve_command(commands: Any) -> None:
     option("--api-key-file", type=Path, metavar="FILE", help="keys of the clients that may ask, a line each")
     option("--model-name", metavar="NAME", help="as clients see it (the folder's, or the hub id)")
     option(
-        "--max-waiting", type=int, default=4096, metavar="N", help="requests that wait; more are told 429 (4096)"
+        "--max-pending",
+        type=int,
+        default=16_384,
+        metavar="N",
+        help="answers that run or wait; requests for more are told 429 (16384)",
     )
     option(
         "--drain-seconds", type=int, default=60, metavar="N", help="for what runs, once the server is to end (60)"
@@ -65,11 +71,12 @@ def _serve(arguments: argparse.Namespace) -> int:
         if importlib.util.find_spec(package) is None:
             raise ParameterError(f"a server needs packages that are not installed: {INSTALL}")
     from radixrt.server.app import Server
+    from radixrt.server.hosts import LOOPBACK
     from radixrt.server.limits import Limits
-    from radixrt.server.run import bound_socket, uvicorn_of
+    from radixrt.server.run import Listener, listening_socket
     from radixrt.server.tenants import Tenants
 
-    for name, least, most in (("port", 0, 65535), ("max_waiting", 1, 10**9), ("drain_seconds", 0, 86_400)):
+    for name, least, most in (("port", 0, 65535), ("max_pending", 1, 10**9), ("drain_seconds", 0, 86_400)):
         if not least <= (value := getattr(arguments, name)) <= most:
             raise ParameterError(f"{name} is {value}; it must be {least} to {most}")
     keys = arguments.api_key_file
@@ -81,14 +88,27 @@ def _serve(arguments: argparse.Namespace) -> int:
         )
     model = runtime_options(arguments).get("model", MODEL_PATH)
     name = arguments.model_name or ("built-in" if model == MODEL_PATH else str(model).rstrip("/"))
-    socket = bound_socket(arguments.host, arguments.port)  # before the model is loaded
+    socket = listening_socket(arguments.host, arguments.port)  # before the model is loaded
     with socket, runtime_with_cache(arguments) as runtime:
-        server = Server(runtime, name, tenants=tenants, limits=Limits(waiting=arguments.max_waiting))
         host, port = socket.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        print(f"radixrt serves {name} at http://{shown}:{port}/v1", file=sys.stderr, flush=True)
-        uvicorn_of(server, arguments.drain_seconds).run(sockets=[socket])
-    return DONE
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        server = Server(
+            runtime,
+            name,
+            tenants=tenants,
+            hosts=None if tenants else (*LOOPBACK, arguments.host),
+            limits=Limits(pending=arguments.max_pending),
+        )
+        listener = Listener(
+            server,
+            arguments.drain_seconds,
+            on_start=lambda: print(f"radixrt serves {name} at {url}", file=sys.stderr, flush=True),
+        )
+        listener.run(sockets=[socket])
+        ended_by = listener.signal
+        if listener.force_exit and ended_by is not None:
+            raise Interrupted("ended at once", ended_by)  # without what is left to do, such as saving the cache
+    return DONE if ended_by is None else SIGNALLED + ended_by
 
 
 def _is_loopback(host: str) -> bool:

@@ -88,6 +88,13 @@ class Driver:
             raise RadixrtError("the runtime is closed")
         return engine
 
+    def check_whole(self) -> None:
+        """Raise as `Engine.check_whole`, and RadixrtError if it is closed. A step that is on its way is no cut."""
+        with self._mutex:
+            engine = self.check_open()
+            if self._owner is None:
+                engine.check_whole()
+
     # -- requests ------------------------------------------------------------------------------------------
 
     def submit(self, requests: Iterable[Request], call: Call, *, in_order: bool = False) -> None:

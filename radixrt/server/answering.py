@@ -4,18 +4,18 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
-from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import astuple, replace
 
-from radixrt.errors import RadixrtError
-from radixrt.frontend.openai import CHAT, answer_body, chunk_body, error_body, usage_body
+from radixrt.errors import PassError, RadixrtError
+from radixrt.frontend.openai import CHAT, answer_body, chunk_body, usage_body
 from radixrt.output import RequestOutput, Usage
 from radixrt.runtime import Runtime
 from radixrt.server.asked import Asked
 from radixrt.server.refusal import refusal_of
+from radixrt.server.responses import Events, json_bytes
 from radixrt.text.token_spelling import TokenSpelling
 
 DONE = b"data: [DONE]\n\n"
@@ -28,8 +28,10 @@ class Answering:
         self._runtime = runtime
         self._spelling = TokenSpelling(runtime.tokenizer)
 
-    async def body(self, asked: Asked, tenant: str | None) -> dict[str, object]:
-        """All answers, those of later prompts after those of earlier ones. Raises RadixrtError."""
+    async def output(self, asked: Asked, tenant: str | None) -> RequestOutput:
+        """All answers, those of later prompts after those of earlier ones. Raises RadixrtError, also where none is
+        whole.
+        """
         outputs = await self._runtime.async_generate(list(asked.prompts), asked.params, tenant=tenant)
         assert isinstance(outputs, list)
         one, *more = outputs
@@ -37,12 +39,20 @@ class Answering:
             answers = [answer for output in outputs for answer in output.outputs]
             numbered = tuple(replace(answer, index=place) for place, answer in enumerate(answers))
             one = replace(one, outputs=numbered, usage=_sum_of(outputs))
-        now = int(time.time())
-        return answer_body(
-            asked.url, one, id_digest=uuid.uuid4().hex, model=asked.model, created=now, spelling=self._spelling
+        if one.failure is not None and not any(answer.is_whole for answer in one.outputs):
+            raise PassError(one.failure)
+        return one
+
+    def body(self, asked: Asked, output: RequestOutput) -> bytes:
+        """The JSON of a whole answer."""
+        digest, now = uuid.uuid4().hex, int(time.time())
+        return json_bytes(
+            answer_body(
+                asked.url, output, id_digest=digest, model=asked.model, created=now, spelling=self._spelling
+            )
         )
 
-    async def events(self, asked: Asked, tenant: str | None) -> AsyncIterator[bytes]:
+    async def events(self, asked: Asked, tenant: str | None) -> Events:
         """The server-sent events of one answer. Raises RadixrtError before the first one where it cannot run; what
         goes wrong later is the last event.
         """
@@ -53,24 +63,24 @@ class Answering:
                 chunk_body(asked.url, text, finish_reason, id_digest=digest, model=asked.model, created=now)
             )
 
-        chunks = self._runtime.async_stream(asked.prompts[0], asked.params, tenant=tenant)
-        chunk = await anext(chunks)
-        if asked.url == CHAT:
-            yield event(None)
-        try:
-            while chunk.output is None:
-                if chunk.text:
-                    yield event(chunk.text)
-                chunk = await anext(chunks)
-        except RadixrtError as error:
-            yield _event(refusal_of(error).body())
-            return
+        stream = self._runtime.async_stream(asked.prompts[0], asked.params, tenant=tenant)
+        async with aclosing(stream) as chunks:
+            chunk = await anext(chunks)
+            if asked.url == CHAT:
+                yield event(None)
+            try:
+                while chunk.output is None:
+                    if chunk.text:
+                        yield event(chunk.text)
+                    chunk = await anext(chunks)
+                if chunk.output.failure is not None:
+                    raise PassError(chunk.output.failure)
+            except RadixrtError as error:
+                yield _event(refusal_of(error).body())
+                return
         if chunk.text:
             yield event(chunk.text)
         output = chunk.output
-        if output.failure is not None:
-            yield _event(error_body(output.failure, "pass_failed", is_ours=True))
-            return
         yield event("", finish_reason=str(output.finish_reason))
         if asked.wants_usage:
             yield _event(usage_body(asked.url, output.usage, id_digest=digest, model=asked.model, created=now))
@@ -83,4 +93,4 @@ def _sum_of(outputs: list[RequestOutput]) -> Usage:
 
 
 def _event(body: dict[str, object]) -> bytes:
-    return b"data: " + json.dumps(body, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n\n"
+    return b"data: " + json_bytes(body) + b"\n\n"

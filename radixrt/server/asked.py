@@ -37,9 +37,13 @@ class Asked:
     is_streamed: bool
     wants_usage: bool
 
+    @property
+    def num_answers(self) -> int:
+        return len(self.prompts) * self.params.n
+
 
 def read_asked(url: str, given: dict[str, Any], defaults: SamplingParams, limits: Limits) -> Asked:
-    """What a body without what is null asks for. Raises ValueError, with the name of what cannot be."""
+    """What a body without what is null asks for. Raises ParameterError, PromptError or TokenizerError, by name."""
     rest = {name: value for name, value in given.items() if name not in ("stream", "stream_options")}
     is_streamed, options = given.get("stream", False), given.get("stream_options", {})
     if not isinstance(is_streamed, bool):
@@ -51,14 +55,17 @@ def read_asked(url: str, given: dict[str, Any], defaults: SamplingParams, limits
         raise ParameterError("stream_options has include_usage, true or false, and needs a stream")
     params = sampling_params_from_dict(sampling_values(url, rest), defaults)
     prompts = [asked_prompt(url, {**rest, "prompt": one}) for one in _prompts(url, rest)]
-    if len(prompts) > limits.prompts or len(prompts) * params.n > limits.answers:
+    most = min(limits.answers, limits.pending)
+    if len(prompts) > limits.prompts or len(prompts) * params.n > most:
         raise PromptError(
-            f"the body asks for {len(prompts)} x {params.n} answers; {limits.prompts} prompts and "
-            f"{limits.answers} answers are the most"
+            f"the body asks for {len(prompts)} x {params.n} answers; {limits.prompts} prompts and {most} answers "
+            "are the most"
         )
+    if len(model := asked_model(rest)) > limits.model_length:
+        raise ParameterError(f"model has {len(model):,} characters; {limits.model_length} are the most")
     if is_streamed and (len(prompts) > 1 or params.n > 1 or params.logprobs is not None):
         raise ParameterError("a stream is of one answer, without logprobs; leave out n and logprobs, or stream")
-    return Asked(url, asked_model(rest), prompts, params, is_streamed, wants_usage)
+    return Asked(url, model, prompts, params, is_streamed, wants_usage)
 
 
 def _prompts(url: str, given: dict[str, Any]) -> list[Any]:

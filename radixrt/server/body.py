@@ -8,19 +8,24 @@ import asyncio
 from collections.abc import AsyncIterable
 from typing import Any
 
+from starlette.requests import ClientDisconnect
+
 from radixrt.batch.formats.strict_json import loads, nests_deeper
 from radixrt.checks import kind
 from radixrt.server.limits import Limits
 from radixrt.server.refusal import Refusal
 
+GONE = Refusal(499, "the client has gone away", "gone")  # nobody reads it; it is counted
 
-async def read_object(pieces: AsyncIterable[bytes], limits: Limits) -> dict[str, Any]:
-    """The JSON object of a body, without what is null. Raises Refusal."""
+
+async def read_body(pieces: AsyncIterable[bytes], limits: Limits) -> bytes:
+    """A body, whole. Raises Refusal."""
     try:
-        body = await asyncio.wait_for(_whole(pieces, limits), limits.body_seconds)
+        return await asyncio.wait_for(_whole(pieces, limits), limits.body_seconds)
     except asyncio.TimeoutError:
         raise Refusal(408, f"the body did not come within {limits.body_seconds:g} s", "timeout") from None
-    return await asyncio.to_thread(_parsed, body, limits)
+    except ClientDisconnect:
+        raise GONE from None
 
 
 async def _whole(pieces: AsyncIterable[bytes], limits: Limits) -> bytes:
@@ -32,7 +37,8 @@ async def _whole(pieces: AsyncIterable[bytes], limits: Limits) -> bytes:
     return bytes(body)
 
 
-def _parsed(body: bytes, limits: Limits) -> dict[str, Any]:
+def object_in(body: bytes, limits: Limits) -> dict[str, Any]:
+    """The JSON object of a body, without what is null. Raises Refusal."""
     deep = Refusal(400, f"the body has more than {limits.depth} levels of arrays and objects", "invalid_json")
     try:
         given = loads(body)

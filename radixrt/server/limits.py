@@ -14,16 +14,22 @@ class Limits:
     Attributes:
         body_bytes, body_seconds: of a request's body, and of the time in which it comes.
         depth: of arrays and objects within one another in a body.
+        model_length: of what a body calls the model, as the answer repeats it: characters.
         prompts: in one body.
-        answers: in all to one body: its prompts times n.
-        waiting: requests that wait for a place among the running ones; others are told to come again (429).
+        answers: in all to one body: its prompts times n. No more than `pending`, either.
+        pending: answers to all bodies that run or wait; a request for more is told to come again (429).
+        connections: open at once; requests on others are told 503.
+        idle_seconds: of a connection without a request, or with one whose head is not whole.
         stalled_seconds: without a pass, while requests have not ended, before `/health` says so.
     """
 
     body_bytes: int = 16 * 2**20
     body_seconds: float = 60.0
     depth: int = 64
+    model_length: int = 256
     prompts: int = 2048
     answers: int = 4096
-    waiting: int = 4096
+    pending: int = 16_384
+    connections: int = 2048
+    idle_seconds: int = 30
     stalled_seconds: float = 120.0

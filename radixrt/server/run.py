@@ -1,60 +1,117 @@
 """A server's socket, and what listens to it."""
 
-# Tests: tests/server/test_server.py
+# Tests: tests/server/test_server.py, tests/cli/test_serve.py
 
 from __future__ import annotations
 
+import asyncio
 import socket
+from collections.abc import Callable
+from types import FrameType
 
 import uvicorn
 from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from radixrt.errors import ParameterError
 from radixrt.server.app import Server
 
 _MAX_HEADER_BYTES = 65_536
-_KEEP_ALIVE_SECONDS = 30
+_CUT_SECONDS = 5  # for requests that are cut; uvicorn cancels what is left, with tracebacks
 
 
-def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket to listen with. Raises ParameterError where the address cannot be had."""
+def listening_socket(host: str, port: int) -> socket.socket:
+    """A socket that listens: clients that come before the server does wait. Raises ParameterError where the
+    address cannot be had.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        bound = socket.socket(family, kind, protocol)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen()  # only now nobody else can have the port
     except OSError as error:
         raise ParameterError(f"the server cannot listen at {host}, port {port}: {error}") from error
-    return bound
+    return listening
 
 
-def uvicorn_of(server: Server, drain_seconds: int) -> uvicorn.Server:
-    """What serves until SIGTERM or SIGINT, by `run(sockets=[...])`; then refuses new requests, and lets those that
-    run end in that time.
+class Listener(uvicorn.Server):
+    """Serves by `run(sockets=[...])` until SIGTERM or SIGINT; then refuses new connections, and lets requests that
+    run end. Those left after `drain_seconds`, or at a second signal, are cut. `run` returns then.
+
+    Attributes:
+        signal: the first one; None before it has come.
+        force_exit: whether a second one has come.
     """
-    config = Config(
-        server.app(),
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        lifespan="off",
-        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
-        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=drain_seconds,
-        http="h11",
-    )
-    return _Draining(config, server)
 
-
-class _Draining(uvicorn.Server):
-    """Tells the server before uvicorn waits for what runs."""
-
-    def __init__(self, config: Config, server: Server) -> None:
+    def __init__(self, server: Server, drain_seconds: int, on_start: Callable[[], None] = lambda: None) -> None:
+        config = Config(
+            server.app(),
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+            limit_concurrency=server.limits.connections,
+            timeout_keep_alive=server.limits.idle_seconds,
+            timeout_graceful_shutdown=drain_seconds + _CUT_SECONDS,
+            http=_Protocol,
+            ws="none",
+        )
         super().__init__(config)
-        self._server = server
+        self.signal: int | None = None
+        self._server, self._drain_seconds, self._on_start = server, drain_seconds, on_start
 
-    def handle_exit(self, sig: int, frame: object) -> None:
-        self._server.draining = True
-        super().handle_exit(sig, frame)  # type: ignore[arg-type]
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_start()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # Not uvicorn's own, which raises the signal again in the end: `run` is to return.
+        self._server.draining = self.should_exit = True
+        if self.signal is None:
+            self.signal = sig
+            self._loop.call_soon_threadsafe(self._loop.call_later, self._drain_seconds, self._cut)
+        else:
+            self.force_exit = True
+            self._loop.call_soon_threadsafe(self._cut)
+
+    def _cut(self) -> None:
+        """Let the requests end as if their clients had gone away."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+
+class _Protocol(H11Protocol):
+    """Closes a connection on which no head of a request comes in time, also where it comes byte by byte."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._deadline is not None:
+            self._deadline.cancel()
+
+    def on_response_complete(self) -> None:
+        ended = self.cycle
+        super().on_response_complete()
+        self._await_head(ended)
+
+    def _await_head(self, ended: RequestResponseCycle | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = self.loop.call_later(self.timeout_keep_alive, self._end_idle, ended)
+
+    def _end_idle(self, ended: RequestResponseCycle | None) -> None:
+        if self.cycle is ended:
+            self.transport.close()

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from radixrt.errors import ParameterError
 from radixrt.server.refusal import Refusal
 
 _MIN_KEY = 16  # characters
+_KEY = re.compile(rf"[!-~]{{{_MIN_KEY},}}")
 
 
 class Tenants:
@@ -24,18 +26,24 @@ class Tenants:
     def of_file(cls, path: str | Path) -> Tenants:
         """Of a file with a key a line; empty lines and those that begin with # are left out.
 
-        Raises ParameterError where it cannot be read, has none, or has one of fewer than 16 characters.
+        Raises ParameterError where it cannot be read, has none, or has one that no client could send or that is
+        too short; the message names its line, not the key.
         """
         try:
-            lines = [line.strip() for line in Path(path).read_text("utf-8").splitlines()]
+            lines = Path(path).read_text("utf-8-sig").split("\n")  # Windows' editors begin a file with a mark
         except (OSError, UnicodeDecodeError) as error:
             raise ParameterError(f"the API keys in {path} cannot be read: {error}") from error
-        keys = [line for line in lines if line and not line.startswith("#")]
-        if not keys or min(map(len, keys)) < _MIN_KEY or any(" " in key for key in keys):
-            raise ParameterError(
-                f"{path} must have an API key a line, of {_MIN_KEY} characters at least, no blanks"
-            )
-        return cls(keys)
+        stripped = enumerate((line.strip(" \t") for line in lines), 1)
+        keys = {number: key for number, key in stripped if key and not key.startswith("#")}
+        if not keys:
+            raise ParameterError(f"{path} must have an API key a line, and has none")
+        for number, key in keys.items():
+            if not _KEY.fullmatch(key):
+                raise ParameterError(
+                    f"line {number} of {path} is no API key: that has {_MIN_KEY} characters at least, of ASCII's "
+                    "printable ones, and no blanks"
+                )
+        return cls(keys.values())
 
     def __bool__(self) -> bool:
         return bool(self._by_digest)

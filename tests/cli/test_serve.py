@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -18,6 +18,8 @@ from radixrt.cli import main
 
 pytest.importorskip("fastapi", reason="fastapi is not installed: pip install 'radixrt[server]'")
 
+from radixrt.server.run import listening_socket
+
 
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -25,10 +27,10 @@ pytest.importorskip("fastapi", reason="fastapi is not installed: pip install 'ra
         (["--host", "0.0.0.0"], "host is '0.0.0.0', where others can ask: that needs --api-key-file"),
         (["--host", "example.org"], "that needs --api-key-file"),
         (["--api-key-file", "nothing"], "the API keys in nothing cannot be read"),
-        (["--api-key-file", "short"], "short must have an API key a line, of 16 characters at least"),
+        (["--api-key-file", "short"], "line 1 of short is no API key"),
         (["--api-key-file", "empty"], "empty must have an API key a line"),
         (["--port", "70000"], "port is 70000; it must be 0 to 65535"),
-        (["--max-waiting", "0"], "max_waiting is 0"),
+        (["--max-pending", "0"], "max_pending is 0"),
         (["--model", "nothing/there/here"], "there is no folder nothing/there/here"),
     ],
 )
@@ -47,31 +49,95 @@ def test_what_cannot_be_served(
 
 
 def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    """Also by a server that has not loaded its model yet."""
+    with listening_socket("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", "--port", str(port)]) == 2
     assert f"the server cannot listen at 127.0.0.1, port {port}" in capsys.readouterr().err
 
 
-def test_a_signal_lets_what_runs_end(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "radixrt", "serve", "--port", "0", "--device", "cpu"]
-    with (
-        (tmp_path / "err").open("w") as log,
-        subprocess.Popen(command, stderr=log) as process,
-        ThreadPoolExecutor() as threads,
-    ):
-        while (found := re.search(r"at (http://\S+)/v1", (tmp_path / "err").read_text())) is None:
-            assert process.poll() is None, (tmp_path / "err").read_text()
-            time.sleep(0.05)
-        url, body = found[1], {"prompt": "Mira likes Oslo.", "max_tokens": 900, "ignore_eos": True}
-        while httpx.get(f"{url}/health").status_code != 200:
-            time.sleep(0.05)
-        asked = threads.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
-        while "radixrt_running_requests 1.0" not in httpx.get(f"{url}/metrics").text:
+class Served:
+    """`radixrt serve` with options, from its line that says where; ended in any case."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        command = [sys.executable, "-m", "radixrt", "serve", "--port", "0", "--device", "cpu", *options]
+        self._log = folder / "err"
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(command, stderr=log)
+        while (found := re.search(r"at (http://\S+)/v1\n", self.told())) is None:
+            assert self.process.poll() is None, self.told()
+            time.sleep(0.02)
+        self.url = found[1]
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def told(self) -> str:
+        return self._log.read_text()
+
+    def ask(self, **more: Any) -> httpx.Response:
+        body = {"prompt": "Mira likes Oslo.", "temperature": 0, "max_tokens": 300, "ignore_eos": True, **more}
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
+
+    def takes_connections(self) -> bool:
+        try:
+            httpx.get(f"{self.url}/health")
+        except httpx.TransportError as error:
+            return not isinstance(error, httpx.ConnectError)  # it may be taken, and closed
+        return True
+
+    def until_it_runs(self, count: int = 1) -> None:
+        while f"radixrt_running_requests {count}.0" not in httpx.get(f"{self.url}/metrics").text:
             time.sleep(0.01)
-        process.send_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_what_runs_end(number: signal.Signals, tmp_path: Path) -> None:
+    """New connections are refused, and the cache is saved in the end."""
+    cache = tmp_path / "cache"
+    with Served(tmp_path, "--save-cache", str(cache)) as served, ThreadPoolExecutor() as threads:
+        asked = threads.submit(served.ask)
+        served.until_it_runs()
+        assert httpx.get(f"{served.url}/health", headers={"Host": "evil.example"}).status_code == 403
+        served.process.send_signal(number)
+        while served.takes_connections():
+            assert not asked.done()
         answer = asked.result()
-        assert process.wait(20) == 128 + signal.SIGTERM
+        assert served.process.wait(20) == 128 + number
     assert answer.status_code == 200
-    assert answer.json()["usage"]["completion_tokens"] == 900
-    assert "Traceback" not in (tmp_path / "err").read_text()
+    assert answer.json()["usage"]["completion_tokens"] == 300
+    assert "Traceback" not in served.told()
+    assert f"cached tokens saved to {cache}" in served.told()
+    if number == signal.SIGTERM:  # once: it takes seconds
+        return
+    with Served(tmp_path, "--load-cache", str(cache)) as served:
+        assert served.ask(max_tokens=1).json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_what_runs_too_long_is_cut(tmp_path: Path) -> None:
+    with Served(tmp_path, "--drain-seconds", "1") as served, ThreadPoolExecutor() as threads:
+        asked = threads.submit(served.ask, n=32, max_tokens=10**9)
+        served.until_it_runs(32)
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(20) == 128 + signal.SIGTERM
+        assert isinstance(asked.exception(), httpx.TransportError)
+    assert "Traceback" not in served.told()
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    with Served(tmp_path, "--save-cache", str(cache)) as served, ThreadPoolExecutor() as threads:
+        asked = threads.submit(served.ask, n=32, max_tokens=10**9)
+        served.until_it_runs(32)
+        served.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert served.process.poll() is None
+        served.process.send_signal(signal.SIGINT)
+        assert served.process.wait(10) == 128 + signal.SIGTERM
+        assert isinstance(asked.exception(), httpx.TransportError)
+    assert "Traceback" not in served.told()
+    assert not cache.exists()

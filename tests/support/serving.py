@@ -1,0 +1,60 @@
+"""What tests ask a server on the built-in model, and how."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+
+from radixrt.runtime import Runtime
+
+FACTS = "Mira likes Oslo. Tarek counts 374. Ines paints blue."
+QUESTIONS = [f"{FACTS}\nQ: {who}?\nA:" for who in ("Mira likes", "Tarek counts", "Ines paints")]
+ANSWERS = ["Oslo", "374", "blue"]
+GREEDY: dict[str, Any] = {"model": "any", "temperature": 0, "max_tokens": 8}
+LONG = {**GREEDY, "prompt": QUESTIONS[0], "max_tokens": 900, "ignore_eos": True}
+
+Serving = Callable[..., str]  # serves a Server, or one without limits of its own; returns the URL
+
+
+def client_of(url: str, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+
+
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def counted(url: str, status: int, path: str = "/v1/completions") -> float:
+    """How many responses of this status the server has counted."""
+    name = re.escape(f'radixrt_responses_total{{endpoint="{path}",status="{status}"}} ')
+    found = re.search(name + r"(\S+)", httpx.get(f"{url}/metrics").text)
+    return 0.0 if found is None else float(found[1])
+
+
+@contextmanager
+def held(runtime: Runtime) -> Iterator[None]:
+    """No pass begins inside."""
+    entered, let_go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        entered.set()
+        let_go.wait(60)
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(runtime._driver.between_passes, hold)
+        entered.wait(20)
+        try:
+            yield
+        finally:
+            let_go.set()
