@@ -125,8 +125,10 @@ class Conversation:
 
     def stream(self, text: str, sampling_params: Params = None) -> Iterator[Chunk]:
         """`say`, in chunks as they come. The turn becomes a part of the conversation with the last one."""
-        prompt = self._prompt(text)
-        for chunk in self._runtime.stream(prompt, self._of_turn(sampling_params)):
+        prompt, params = self._prompt(text), self._of_turn(sampling_params)
+        if params.n != 1:
+            raise ParameterError(f"n is {params.n}; a turn streams one answer")
+        for chunk in self._runtime.stream(prompt, params):
             if chunk.output is not None:
                 self._record(text, prompt, chunk.output)
             yield chunk

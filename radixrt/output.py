@@ -22,6 +22,11 @@ class FinishReason(str, Enum):
     def __str__(self) -> str:
         return self.value
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the answer is as long as it was to be."""
+        return self in (FinishReason.STOP, FinishReason.LENGTH)
+
 
 @dataclass(frozen=True)
 class Usage:
@@ -101,11 +106,6 @@ class CompletionOutput:
     error: str | None = None
 
     @property
-    def is_whole(self) -> bool:
-        """Whether it ended by a stop or at its length."""
-        return self.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-
-    @property
     def cumulative_logprob(self) -> float | None:
         """The natural log-probability of all its tokens together, if theirs were asked for."""
         return None if self.logprobs is None else sum(token.logprob for token in self.logprobs)
@@ -150,7 +150,7 @@ class RequestOutput:
     @property
     def failed(self) -> CompletionOutput | None:
         """The first answer that ended neither by a stop nor at its length; None if there is none."""
-        return next((answer for answer in self.outputs if not answer.is_whole), None)
+        return next((answer for answer in self.outputs if not answer.finish_reason.is_whole), None)
 
     @property
     def failure(self) -> str | None:
@@ -221,16 +221,30 @@ class StreamChunk:
     """A piece of a streamed answer.
 
     Attributes:
-        text: text that has become certain since the chunk before; may be empty.
-        token_ids: tokens since the chunk before.
-        output: the whole output, in the last chunk.
+        text: text that has become certain since the chunk before of this answer; may be empty.
+        token_ids: tokens since that chunk.
+        output: the whole output with all n answers, in the last chunk.
         request_id: for `Runtime.abort`.
+        index: which of the n answers it is a piece of.
+        logprobs: of these tokens, if asked for.
+        finish_reason, matched: as in CompletionOutput, in the answer's own last chunk.
     """
 
     text: str
     token_ids: tuple[int, ...]
     output: RequestOutput | None = None
     request_id: int | str = -1
+    index: int = 0
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    matched: int | str | None = None
+
+    def followed_by(self, later: StreamChunk) -> StreamChunk:
+        """This one and the next of its answer as one."""
+        logprobs = None if later.logprobs is None else (self.logprobs or ()) + later.logprobs
+        return replace(
+            later, text=self.text + later.text, token_ids=self.token_ids + later.token_ids, logprobs=logprobs
+        )
 
 
 @dataclass(frozen=True)

@@ -234,11 +234,11 @@ class Runtime:
         priority: int = 0,
         stream_interval: int = 1,
     ) -> Iterator[StreamChunk]:
-        """`generate` for one prompt with n = 1: yields a chunk whenever tokens have come.
+        """`generate` for one prompt: yields a chunk of an answer whenever tokens of it have come.
 
-        The last chunk has the whole output, and the chunks' texts join to its text: none holds half a character,
-        or the beginning of a stop string. The first chunk comes with the first token, each other one after
-        `stream_interval` more. Leaving the loop early ends the request.
+        The last chunk has the whole output. The texts of an answer's chunks join to its text: none holds half a
+        character, or the beginning of a stop string. The first comes with its first token, each other one after
+        `stream_interval` more, and the last one when it has ended. Leaving the loop early ends the request.
         """
         built = self._numbered(self._builder.build_streamed, prompt, sampling_params, tenant, request_id, priority)
         with self._driver.opened(StreamCall(stream_interval)) as call:

@@ -304,6 +304,12 @@ def test_a_real_runtime_finds_the_history_in_its_cache() -> None:
 # -- both ------------------------------------------------------------------------------------------------------
 
 
+def test_a_turn_streams_one_answer(chatml: Tokenizer) -> None:
+    talk = Conversation(FakeRuntime(chatml), [SYSTEM])
+    with pytest.raises(ParameterError, match="n is 2; a turn streams one answer"):
+        next(talk.stream("hello", {"n": 2}))
+
+
 @pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.ABORT])
 def test_a_turn_that_fails_leaves_no_trace(chatml: Tokenizer, reason: FinishReason) -> None:
     for tokenizer in (chatml, small_tokenizer("bare")):

@@ -698,13 +698,52 @@ def test_a_stream_tells_of_so_many_tokens_at_a_time(builtin: Runtime, interval: 
         next(builtin.stream("Mira likes", GREEDY, stream_interval=0))
 
 
+HELD = tuple(f"{letter}\x01" for letter in "abcdefghijklmnopqrstuvwxyz0123456789")  # any could begin one
+
+
+@pytest.mark.parametrize(
+    ("interval", "is_late", "options"),
+    [
+        (1, False, {}),
+        (1, False, {"stop": ("9", "4"), "ignore_eos": True}),  # lengths 24, 24, 24, 13, 22
+        (4, True, {"stop": ("9", "4"), "ignore_eos": True}),
+        (3, False, {"stop": HELD, "stop_token_ids": (1148,), "ignore_eos": True, "seed": 0}),  # 4, 4, 24, 24, 24
+    ],
+)
+def test_a_stream_of_several_answers(
+    builtin: Runtime, interval: int, is_late: bool, options: dict[str, Any]
+) -> None:
+    """Each answer's pieces join to it, whenever it ends; its end is told once. The last one has the output, also
+    where the consumer is late.
+    """
+    params = Params(**{"n": 5, "temperature": 2.0, "seed": 6, "max_new_tokens": 24, "logprobs": 1, **options})
+    expected = builtin.generate("Mira likes", params)
+    stream = builtin.stream("Mira likes", params, stream_interval=interval)
+    chunks = [next(stream)]
+    if is_late:
+        builtin.generate("Hugo", Params(max_new_tokens=60, ignore_eos=True))
+    chunks += stream
+    assert all(chunk.output is None for chunk in chunks[:-1])
+    assert chunks[-1].output is not None
+    assert chunks[-1].output.outputs == expected.outputs
+    ends = []
+    for answer in expected.outputs:
+        own = [chunk for chunk in chunks if chunk.index == answer.index]
+        assert "".join(chunk.text for chunk in own) == answer.text
+        assert tuple(token for chunk in own for token in chunk.token_ids) == answer.token_ids
+        assert tuple(token for chunk in own for token in chunk.logprobs or ()) == answer.logprobs
+        assert [chunk.finish_reason for chunk in own[:-1]] == [None] * (len(own) - 1)
+        assert (own[-1].finish_reason, own[-1].matched) == (answer.finish_reason, answer.matched)
+        ends.append(chunks.index(own[-1]))
+    if options and not is_late:
+        assert min(ends) < len(chunks) - 5  # it is told before the others have ended
+
+
 def test_leaving_a_stream_ends_its_request(builtin: Runtime) -> None:
     stream = builtin.stream("Mira likes", Params(max_new_tokens=500, ignore_eos=True))
     next(stream)
     stream.close()
     assert not builtin.has_work
-    with pytest.raises(ParameterError, match="a stream gives one answer"):
-        next(builtin.stream("Mira likes", Params(n=2)))
     with pytest.raises(PromptError, match="the prompt is empty: it has no tokens"):
         next(builtin.stream([]))
 

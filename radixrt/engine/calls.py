@@ -66,36 +66,57 @@ class OutputCall(PendingCall[RequestOutput]):
 
 
 class StreamCall(PendingCall[StreamChunk]):
-    """A call of one request whose news are tokens as they come: the first, then `interval` of them at a time; the
-    last chunk has the output.
+    """A call of one request whose news are tokens as they come: of each answer the first, then `interval` of them
+    at a time; the last chunk has the output.
     """
 
     def __init__(self, interval: int = 1) -> None:
         super().__init__()
         self._interval = check_int("stream_interval", interval, 1, 2**31 - 1)
-        self._seen = 0  # output tokens that were news
+        self._seen: dict[Answer, int] = {}  # output tokens that were news
+        self._over: set[Answer] = set()  # whose last chunk was news
 
     def catch_up(self) -> bool:
-        """Add the request's new tokens to the news, if there are enough. Returns whether there are."""
-        (answer,) = self.requests.values()
-        if answer is None or answer.num_output - self._seen < (self._interval if self._seen else 1):
-            return False
-        self._news.append(self._news_of(answer, None))
-        return True
+        """Add the new tokens of answers that have enough of them to the news. Returns whether there are any."""
+        (first,) = self.requests.values()
+        due = [] if first is None else [answer for answer in first.family if self._is_due(answer)]
+        self._news += [self._chunk(answer) for answer in due]
+        return bool(due)
 
     def take(self) -> Iterator[StreamChunk]:
-        """Take all news as one chunk."""
-        chunks = list(super().take())
-        if len(chunks) > 1:
-            text = "".join(chunk.text for chunk in chunks)
-            token_ids = tuple(token for chunk in chunks for token in chunk.token_ids)
-            chunks = [StreamChunk(text, token_ids, chunks[-1].output, chunks[-1].request_id)]
-        yield from chunks
+        """Take all news as one chunk of each answer, that with the output last."""
+        chunks: dict[int, StreamChunk] = {}
+        for chunk in super().take():
+            before = chunks.pop(chunk.index, None)  # it comes to the end
+            chunks[chunk.index] = chunk if before is None else before.followed_by(chunk)
+        yield from chunks.values()
 
-    def _news_of(self, first: Answer, output: RequestOutput | None) -> StreamChunk | Exception:
-        ids = tuple(first.output_ids()[self._seen :].tolist())
-        self._seen += len(ids)
+    def _is_due(self, answer: Answer) -> bool:
+        seen = self._seen.get(answer, 0)
+        enough = answer.num_output - seen >= (self._interval if seen else 1)
+        return answer not in self._over and (enough or answer.finished)
+
+    def _chunk(self, answer: Answer, output: RequestOutput | None = None) -> StreamChunk | Exception:
+        seen = self._seen.get(answer, 0)
+        ids = tuple(answer.output_ids()[seen:].tolist())
+        self._seen[answer] = seen + len(ids)
+        if answer.finished:
+            self._over.add(answer)
+        logprobs = None
+        if answer.request.params.logprobs is not None:
+            logprobs = tuple(answer.log.logprobs[seen : seen + len(ids)])
         try:
-            return StreamChunk("" if first.text is None else first.text.delta(), ids, output, first.request.id)
+            text = answer.text
+            if text is not None and answer.finished:
+                text.finish()
+            delta = "" if text is None else text.delta()
+            return StreamChunk(
+                delta, ids, output, answer.request.id, answer.sample_index, logprobs, *answer.ending()
+            )
         except Exception as error:  # for its consumer: one request's text must not cost the others theirs
             return error
+
+    def _news_of(self, first: Answer, output: RequestOutput) -> StreamChunk | Exception:
+        *others, last = [answer for answer in first.family if answer not in self._over]
+        self._news += map(self._chunk, others)
+        return self._chunk(last, output)

@@ -81,20 +81,15 @@ def request_output(first: Answer, tokenizer: Tokenizer | None) -> RequestOutput:
 
 
 def _completion(answer: Answer, tokenizer: Tokenizer | None) -> CompletionOutput:
-    reason, matched, built = answer.log.finish_reason, answer.log.matched, answer.text
     params = answer.request.params
-    assert reason is not None  # it has ended
     ids = tuple(answer.output_ids().tolist())
-    if built is not None:
-        text = built.finish()
-    elif tokenizer is None or not params.detokenize:
-        text = ""
-    else:
+    text = "" if answer.text is None else answer.text.finish()
+    reason, matched = answer.ending()
+    assert reason is not None  # it has ended
+    if answer.text is None and tokenizer is not None and params.detokenize:
         at_stop_token = reason is FinishReason.STOP and isinstance(matched, int)
         leaves_out = at_stop_token and not params.include_stop_str
         text = tokenizer.decode(ids[:-1] if leaves_out else ids, params.skip_special_tokens)
-    if reason is FinishReason.LENGTH and built is not None and built.matched is not None:
-        reason, matched = FinishReason.STOP, built.matched  # completed by the last token's rest
     return CompletionOutput(
         index=answer.sample_index,
         text=text,

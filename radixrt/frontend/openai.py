@@ -16,7 +16,7 @@ from typing import Any
 from radixrt.checks import check_int, check_kind, check_prompt, kind, short
 from radixrt.errors import ParameterError, PromptError
 from radixrt.frontend.sampling_aliases import known_parameters, with_nearest
-from radixrt.output import CompletionOutput, FinishReason, RequestOutput, TokenLogprob, Usage
+from radixrt.output import CompletionOutput, FinishReason, RequestOutput, StreamChunk, TokenLogprob, Usage
 from radixrt.sampling_params import MAX_LOGPROBS
 from radixrt.text.chat import MORE_OF_ROLE, Chat
 from radixrt.text.token_spelling import TokenSpelling
@@ -168,15 +168,22 @@ def answer_body(
 
 
 def chunk_body(
-    url: str, text: str | None, finish_reason: str | None, *, id_digest: str, model: str, created: int
+    url: str,
+    index: int,
+    text: str | None,
+    *,
+    logprobs: dict[str, object] | None = None,
+    finish_reason: str | None = None,
+    id_digest: str,
+    model: str,
+    created: int,
 ) -> dict[str, object]:
     """A chunk of a streamed answer, with more of its text, or with none (None) and the role of a chat's answer."""
+    choice: dict[str, object] = {"index": index, "text": text or ""}
     if url == CHAT:
         delta = {"role": "assistant", "content": ""} if text is None else {"content": text} if text else {}
-        choice: dict[str, object] = {"index": 0, "delta": delta}
-    else:
-        choice = {"index": 0, "text": text or ""}
-    choices = [{**choice, "logprobs": None, "finish_reason": finish_reason}]
+        choice = {"index": index, "delta": delta}
+    choices = [{**choice, "logprobs": logprobs, "finish_reason": finish_reason}]
     return {**_head(url, _chunk_name(url), id_digest=id_digest, model=model, created=created), "choices": choices}
 
 
@@ -215,13 +222,23 @@ def _choice(url: str, answer: CompletionOutput, spelling: TokenSpelling) -> dict
     if url == CHAT:
         message = {"role": "assistant", "content": answer.text, "refusal": None}
         choice = {"index": answer.index, "message": message}
-    logprobs = None
-    if answer.logprobs is not None:
-        # of the tokens of the text, without the one that stopped it by its id
-        stopped_by_token = answer.finish_reason is FinishReason.STOP and isinstance(answer.matched, int)
-        tokens = answer.logprobs[:-1] if stopped_by_token else answer.logprobs
-        logprobs = _chat_logprobs(tokens, spelling) if url == CHAT else _completion_logprobs(tokens, spelling)
+    logprobs = logprobs_body(url, shown_logprobs(answer), spelling)
     return {**choice, "logprobs": logprobs, "finish_reason": answer.finish_reason}
+
+
+def shown_logprobs(piece: CompletionOutput | StreamChunk) -> tuple[TokenLogprob, ...] | None:
+    """Those of the tokens of a text, without the one that stopped it by its id; None if they are not asked for."""
+    stopped_by_token = piece.finish_reason is FinishReason.STOP and isinstance(piece.matched, int)
+    return piece.logprobs[:-1] if piece.logprobs is not None and stopped_by_token else piece.logprobs
+
+
+def logprobs_body(
+    url: str, tokens: Sequence[TokenLogprob] | None, spelling: TokenSpelling, offset: int = 0
+) -> dict[str, object] | None:
+    """Log-probabilities of tokens that come after `offset` characters of tokens."""
+    if tokens is None:
+        return None
+    return _chat_logprobs(tokens, spelling) if url == CHAT else _completion_logprobs(tokens, spelling, offset)
 
 
 def _chat_logprobs(tokens: Sequence[TokenLogprob], spelling: TokenSpelling) -> dict[str, object]:
@@ -238,13 +255,15 @@ def _token(token_id: int, logprob: float, spelling: TokenSpelling) -> dict[str, 
     return {"token": text, "logprob": logprob, "bytes": None if spelled is None else list(spelled)}
 
 
-def _completion_logprobs(tokens: Sequence[TokenLogprob], spelling: TokenSpelling) -> dict[str, object]:
+def _completion_logprobs(
+    tokens: Sequence[TokenLogprob], spelling: TokenSpelling, offset: int
+) -> dict[str, object]:
     texts = [spelling.of(token.token_id).text for token in tokens]
     return {
         "tokens": texts,
         "token_logprobs": [max(token.logprob, _LOWEST_LOGPROB) for token in tokens],
         "top_logprobs": [_alternatives(token, spelling) for token in tokens],
-        "text_offset": [0, *accumulate(map(len, texts))][:-1],
+        "text_offset": [*accumulate(map(len, texts), initial=offset)][:-1],
     }
 
 

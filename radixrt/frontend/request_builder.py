@@ -131,17 +131,14 @@ class RequestBuilder:
         priority: int = 0,
         call: int = 0,
     ) -> Request:
-        """A request for a stream. Raises as `build` does, and ParameterError where n is not 1."""
+        """A request for a stream. Raises as `build` does."""
         own_id = own_ids(request_id, 1, False).get(0)
         try:
-            request = self.build(
+            return self.build(
                 prompt, params, tenant=tenant, request_id=own_id, priority=priority, streams=True, call=call
             )
         except PromptError as error:
             raise PromptError(f"the prompt {error}") from error
-        if request.params.n != 1:
-            raise ParameterError(f"n is {request.params.n}; a stream gives one answer")
-        return request
 
     def build_all(
         self,

@@ -146,6 +146,13 @@ class Answer:
             self._table.known_lens[self.lease.row] += 1
         self.pending_match = None
 
+    def ending(self) -> tuple[FinishReason | None, int | str | None]:
+        """Why it has ended, None if it has not, and at which token or string; good once its text is finished."""
+        log, text = self.log, self.text
+        if log.finish_reason is FinishReason.LENGTH and text is not None and text.matched is not None:
+            return FinishReason.STOP, text.matched  # completed by the last token's rest
+        return log.finish_reason, log.matched
+
     def match_in(self, cache: PrefixCache) -> PendingMatch:
         """What it would find in the cache while it waits; its tokens and its limit are what they were."""
         if self.pending_match is None:

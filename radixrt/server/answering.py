@@ -8,9 +8,10 @@ import time
 import uuid
 from contextlib import aclosing
 from dataclasses import astuple, replace
+from typing import Any
 
 from radixrt.errors import PassError, RadixrtError
-from radixrt.frontend.openai import CHAT, answer_body, chunk_body, usage_body
+from radixrt.frontend.openai import CHAT, answer_body, chunk_body, logprobs_body, shown_logprobs, usage_body
 from radixrt.output import RequestOutput, Usage
 from radixrt.runtime import Runtime
 from radixrt.server.asked import Asked
@@ -39,7 +40,7 @@ class Answering:
             answers = [answer for output in outputs for answer in output.outputs]
             numbered = tuple(replace(answer, index=place) for place, answer in enumerate(answers))
             one = replace(one, outputs=numbered, usage=_sum_of(outputs))
-        if one.failure is not None and not any(answer.is_whole for answer in one.outputs):
+        if one.failure is not None and not any(answer.finish_reason.is_whole for answer in one.outputs):
             raise PassError(one.failure)
         return one
 
@@ -53,37 +54,41 @@ class Answering:
         )
 
     async def events(self, asked: Asked, tenant: str | None) -> Events:
-        """The server-sent events of one answer. Raises RadixrtError before the first one where it cannot run; what
-        goes wrong later is the last event.
+        """The server-sent events of the answers to one prompt. Raises RadixrtError before the first one where it
+        cannot run; what goes wrong later is the last event.
         """
-        digest, now = uuid.uuid4().hex, int(time.time())
+        head: Any = {"id_digest": uuid.uuid4().hex, "model": asked.model, "created": int(time.time())}
+        offsets = [0] * asked.params.n  # characters of tokens that were told of, by answer
 
-        def event(text: str | None, *, finish_reason: str | None = None) -> bytes:
-            return _event(
-                chunk_body(asked.url, text, finish_reason, id_digest=digest, model=asked.model, created=now)
-            )
+        def event(index: int, text: str | None, **more: Any) -> bytes:
+            return _event(chunk_body(asked.url, index, text, **more, **head))
 
-        stream = self._runtime.async_stream(asked.prompts[0], asked.params, tenant=tenant)
-        async with aclosing(stream) as chunks:
+        async with aclosing(self._runtime.async_stream(asked.prompts[0], asked.params, tenant=tenant)) as chunks:
             chunk = await anext(chunks)
             if asked.url == CHAT:
-                yield event(None)
+                for index in range(asked.params.n):
+                    yield event(index, None)
             try:
-                while chunk.output is None:
-                    if chunk.text:
-                        yield event(chunk.text)
+                while True:
+                    tokens = shown_logprobs(chunk)
+                    if chunk.text or tokens:
+                        logprobs = logprobs_body(asked.url, tokens, self._spelling, offsets[chunk.index])
+                        yield event(chunk.index, chunk.text, logprobs=logprobs)
+                        offsets[chunk.index] += sum(
+                            len(self._spelling.of(one.token_id).text) for one in tokens or ()
+                        )
+                    if chunk.finish_reason is not None and chunk.finish_reason.is_whole:
+                        yield event(chunk.index, "", finish_reason=str(chunk.finish_reason))
+                    if chunk.output is not None:
+                        break
                     chunk = await anext(chunks)
                 if chunk.output.failure is not None:
                     raise PassError(chunk.output.failure)
             except RadixrtError as error:
                 yield _event(refusal_of(error).body())
                 return
-        if chunk.text:
-            yield event(chunk.text)
-        output = chunk.output
-        yield event("", finish_reason=str(output.finish_reason))
         if asked.wants_usage:
-            yield _event(usage_body(asked.url, output.usage, id_digest=digest, model=asked.model, created=now))
+            yield _event(usage_body(asked.url, chunk.output.usage, **head))
         yield DONE
 
 

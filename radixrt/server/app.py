@@ -75,6 +75,7 @@ class Server:
             ("POST", CHAT, self._chat),
             ("POST", COMPLETIONS, self._completions),
             ("GET", "/v1/models", self._models),
+            ("GET", "/v1/models/{name:path}", self._model),
             ("POST", "/tokenize", self._tokenize),
             ("POST", "/detokenize", self._detokenize),
             ("GET", "/metrics", self._numbers),
@@ -131,14 +132,14 @@ class Server:
             raise
 
     async def _events(self, asked: Asked, tenant: str | None) -> Events:
-        began, count = time.perf_counter(), 0
+        began, is_first = time.perf_counter(), True
         with self._pending.held(asked.num_answers):
             self._begin_work()
             async with aclosing(self._answering.events(asked, tenant)) as events:
                 async for event in events:
-                    count += 1
-                    if count == (2 if asked.url == CHAT else 1):
+                    if is_first:  # it comes with the first token
                         self._metrics.first_token_seconds.labels(asked.url).observe(time.perf_counter() - began)
+                        is_first = False
                     yield event
         self._metrics.seconds.labels(asked.url).observe(time.perf_counter() - began)
 
@@ -163,9 +164,16 @@ class Server:
     # -- the rest ------------------------------------------------------------------------------------------
 
     async def _models(self, request: Request, tenant: str | None) -> Response:
+        return JsonResponse({"object": "list", "data": [self._described()]})
+
+    async def _model(self, request: Request, tenant: str | None) -> Response:
+        if (name := request.path_params["name"]) != self.name:
+            raise Refusal(404, f"there is no model {short(name)!r}; this is {self.name!r}", "model_not_found")
+        return JsonResponse(self._described())
+
+    def _described(self) -> dict[str, object]:
         own = {"id": self.name, "object": "model", "created": self._began, "owned_by": "radixrt"}
-        length = {"max_model_len": self.runtime.context_length}  # vLLM's
-        return JsonResponse({"object": "list", "data": [{**own, **length}]})
+        return {**own, "max_model_len": self.runtime.context_length}  # the last is vLLM's
 
     async def _tokenize(self, request: Request, tenant: str | None) -> Response:
         """vLLM's: of `prompt`, or of `messages` by the chat template."""

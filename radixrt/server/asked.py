@@ -63,8 +63,8 @@ def read_asked(url: str, given: dict[str, Any], defaults: SamplingParams, limits
         )
     if len(model := asked_model(rest)) > limits.model_length:
         raise ParameterError(f"model has {len(model):,} characters; {limits.model_length} are the most")
-    if is_streamed and (len(prompts) > 1 or params.n > 1 or params.logprobs is not None):
-        raise ParameterError("a stream is of one answer, without logprobs; leave out n and logprobs, or stream")
+    if is_streamed and len(prompts) > 1:
+        raise ParameterError(f"the body has {len(prompts)} prompts; a stream answers one")
     return Asked(url, model, prompts, params, is_streamed, wants_usage)
 
 

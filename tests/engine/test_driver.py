@@ -388,7 +388,7 @@ def test_calls_that_fail_or_are_left_early_end_it(builtin: Runtime) -> None:
     with pytest.raises(ParameterError):
         builtin.generate(FACTS, GREEDY, request_ids=["a", "b"])
     with pytest.raises(ParameterError):
-        next(builtin.stream(FACTS, replace(GREEDY, n=2)))
+        next(builtin.stream(FACTS, GREEDY, priority=2**40))
     with pytest.raises(ParameterError):
         asyncio.run(builtin.async_generate([FACTS], [GREEDY, GREEDY]))  # type: ignore[arg-type]
     assert gc.get_freeze_count() == 0

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 import httpx
+import openai
+import pydantic
 import pytest
 
 from radixrt.runtime import Runtime
+from radixrt.server.app import Server
 from tests.support.serving import ANSWERS, GREEDY, QUESTIONS, Serving, client_of
 
 
@@ -25,6 +28,30 @@ def test_completions(serving: Serving) -> None:
     assert answer.usage.completion_tokens >= 6
     (one,) = client.completions.create(prompt=[1, 1128, 1379], **GREEDY).choices
     assert one.index == 0
+
+
+def test_answers_in_the_form_of_a_class(serving: Serving) -> None:
+    pytest.importorskip("llguidance")
+
+    class Count(pydantic.BaseModel):
+        count: Literal["374", "12"]
+        is_even: bool
+
+    answer = client_of(serving()).chat.completions.parse(
+        messages=[{"role": "user", "content": QUESTIONS[1]}],
+        response_format=Count,
+        **{**GREEDY, "max_tokens": 60, "frequency_penalty": 2},  # or it writes blanks without end
+    )
+    assert isinstance(answer.choices[0].message.parsed, Count)
+
+
+def test_models(serving: Serving, runtime: Runtime) -> None:
+    client = client_of(serving(Server(runtime, "ours/built-in")))
+    (model,) = client.models.list().data
+    assert model.id == "ours/built-in"
+    assert client.models.retrieve("ours/built-in") == model
+    with pytest.raises(openai.NotFoundError, match="there is no model 'another'; this is 'ours/built-in'"):
+        client.models.retrieve("another")
 
 
 def test_chats(serving: Serving) -> None:
@@ -55,6 +82,41 @@ def test_streams(is_chat: bool, serving: Serving) -> None:
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens == 30
     assert len({chunk.id for chunk in chunks}) == 1
+
+
+@pytest.mark.parametrize("stop", [None, ["a", " "]])
+def test_streams_of_completions_with_logprobs(stop: list[str] | None, serving: Serving) -> None:
+    """Their pieces join to the answers without a stream."""
+    client = client_of(serving())
+    asked: dict[str, Any] = {**GREEDY, "temperature": 1.5, "seed": 3, "n": 3, "logprobs": 2, "max_tokens": 12}
+    whole = client.completions.create(prompt=QUESTIONS[0], stop=stop, **asked)
+    chunks = [*client.completions.create(prompt=QUESTIONS[0], stop=stop, stream=True, **asked)]
+    for choice in whole.choices:
+        own = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == choice.index]
+        assert "".join(one.text for one in own) == choice.text
+        assert [one.finish_reason for one in own if one.finish_reason is not None] == [choice.finish_reason]
+        told: dict[str, list[Any]] = {}
+        for one in own:
+            for name, values in (one.logprobs.model_dump() if one.logprobs else {}).items():
+                told.setdefault(name, []).extend(values)
+        assert choice.logprobs is not None
+        assert told == choice.logprobs.model_dump()
+
+
+def test_streams_of_chats_with_logprobs(serving: Serving) -> None:
+    client = client_of(serving())
+    asked: dict[str, Any] = {**GREEDY, "temperature": 1.5, "seed": 3, "n": 3, "logprobs": True, "top_logprobs": 2}
+    messages: Any = [{"role": "user", "content": QUESTIONS[0]}]
+    whole = client.chat.completions.create(messages=messages, **asked)
+    chunks = [*client.chat.completions.create(messages=messages, stream=True, **asked)]
+    for choice in whole.choices:
+        own = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == choice.index]
+        assert [one.delta.role for one in own if one.delta.role] == ["assistant"]
+        assert "".join(one.delta.content or "" for one in own) == choice.message.content
+        assert [one.finish_reason for one in own if one.finish_reason is not None] == [choice.finish_reason]
+        told = [token for one in own if one.logprobs for token in one.logprobs.content or ()]
+        assert choice.logprobs is not None
+        assert told == choice.logprobs.content
 
 
 def test_many_at_once_get_their_own_answers(serving: Serving, runtime: Runtime) -> None:
