@@ -40,7 +40,7 @@ test-long: $(VENV)/.installed
 	$(QUIET) $(BIN)/python -m pytest -n $(PROCESSES) -m long
 
 test-eval: $(VENV)/.installed-eval
-	$(QUIET) $(BIN)/python -m pytest tests/integrations/test_lm_eval.py
+	$(QUIET) $(BIN)/python -m pytest tests/integrations/test_lm_eval.py tests/server/test_lm_eval_client.py
 
 test-ray: $(VENV)/.installed-ray
 	$(QUIET) $(BIN)/python -m pytest -m 'long or not long' tests/integrations/test_ray.py tests/replicas/test_ray_links.py

@@ -9,7 +9,8 @@ https://platform.openai.com/docs/api-reference
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from itertools import accumulate
 from typing import Any
 
@@ -90,7 +91,7 @@ def sampling_values(url: str, given: dict[str, Any]) -> dict[str, Any]:
         if harmless is None or any(value == one and kind(value) == kind(one) for one in harmless):
             continue
         instead = f"give {' or '.join(map(json.dumps, harmless))}, or leave it out" if harmless else "leave it out"
-        raise ParameterError(f"{name} is {as_json(value)}, which a batch cannot honour; {instead}")
+        raise ParameterError(f"{name} is {as_json(value)}, which cannot be honoured; {instead}")
     values = {name: value for name, value in given.items() if name in _SAMPLING}
     if lengths := [given[name] for name in _LENGTHS if name in given]:
         values["max_tokens"] = lengths[0]
@@ -109,7 +110,7 @@ def sampling_values(url: str, given: dict[str, Any]) -> dict[str, Any]:
         if "logprobs" in given:
             values["logprobs"] = logprobs
         if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
-            raise ParameterError("best_of is not n, which a batch cannot honour; leave it out")
+            raise ParameterError("best_of is not n, which cannot be honoured; leave it out")
     return values
 
 
@@ -138,9 +139,7 @@ def _message(which: str, given: Any) -> dict[str, Any]:
     # The message of an earlier answer may have fields that are not of its role, as long as they are empty.
     more = {key: value for key, value in message.items() if key not in _MESSAGE and value not in (None, [])}
     if unknown := [key for key in more if key not in MORE_OF_ROLE.get(role, ())]:
-        raise PromptError(
-            f"{which} has {_listed(unknown)}, which a batch cannot honour; give a role and a content"
-        )
+        raise PromptError(f"{which} has {_listed(unknown)}, which cannot be honoured; give a role and a content")
     if isinstance(content, list):
         content = "".join(_part(f"{which}.content[{place}]", part) for place, part in enumerate(content))
     if content is not None or "tool_calls" not in more:
@@ -151,20 +150,37 @@ def _message(which: str, given: Any) -> dict[str, Any]:
 def _part(which: str, given: Any) -> str:
     part = check_kind(which, given, dict, "an object")
     if part.get("type") != "text":
-        raise PromptError(f"{which} is of type {as_json(part.get('type'))}; a batch takes text alone")
+        raise PromptError(f"{which} is of type {as_json(part.get('type'))}; text alone is taken")
     if more := [name for name in part if name not in ("type", "text") and part[name] is not None]:
-        raise PromptError(f"{which} has {_listed(more)}, which a batch cannot honour")
+        raise PromptError(f"{which} has {_listed(more)}, which cannot be honoured")
     return check_kind(f"{which}.text", part.get("text"), str, "a string")
 
 
 def answer_body(
-    url: str, output: RequestOutput, *, id_digest: str, model: str, created: int, spelling: TokenSpelling
+    url: str,
+    outputs: Sequence[RequestOutput],
+    *,
+    echoed: Sequence[str] | None = None,
+    id_digest: str,
+    model: str,
+    created: int,
+    spelling: TokenSpelling,
 ) -> dict[str, object]:
-    """The body of a `chat.completion` or a `text_completion`."""
+    """The body of a `chat.completion` or a `text_completion`, with the answers to later prompts after those to
+    earlier ones. Those of a completion begin with their prompts if these are `echoed`, as text.
+    """
     name = "chat.completion" if url == CHAT else "text_completion"
-    choices = [_choice(url, answer, spelling) for answer in output.outputs]
+    choices: list[dict[str, object]] = []
+    for place, output in enumerate(outputs):
+        for answer in output.outputs:
+            choice = _choice(url, answer, len(choices), spelling)
+            if echoed is not None:
+                choice |= _after_prompt(output, answer, echoed[place], spelling)
+            choices.append(choice)
     head = _head(url, name, id_digest=id_digest, model=model, created=created)
-    return {**head, "choices": choices, "usage": _usage(output.usage), "system_fingerprint": None}
+    columns = zip(*(astuple(output.usage) for output in outputs), strict=True)
+    usage = _usage(Usage(*map(sum, columns)))
+    return {**head, "choices": choices, "usage": usage, "system_fingerprint": None}
 
 
 def chunk_body(
@@ -172,7 +188,7 @@ def chunk_body(
     index: int,
     text: str | None,
     *,
-    logprobs: dict[str, object] | None = None,
+    logprobs: Mapping[str, object] | None = None,
     finish_reason: str | None = None,
     id_digest: str,
     model: str,
@@ -217,11 +233,11 @@ def error_body(message: str, code: str, *, is_ours: bool) -> dict[str, object]:
     return {"error": {"message": message, "type": type_, "param": None, "code": code}}
 
 
-def _choice(url: str, answer: CompletionOutput, spelling: TokenSpelling) -> dict[str, object]:
-    choice: dict[str, object] = {"text": answer.text, "index": answer.index}
+def _choice(url: str, answer: CompletionOutput, index: int, spelling: TokenSpelling) -> dict[str, object]:
+    choice: dict[str, object] = {"text": answer.text, "index": index}
     if url == CHAT:
         message = {"role": "assistant", "content": answer.text, "refusal": None}
-        choice = {"index": answer.index, "message": message}
+        choice = {"index": index, "message": message}
     logprobs = logprobs_body(url, shown_logprobs(answer), spelling)
     return {**choice, "logprobs": logprobs, "finish_reason": answer.finish_reason}
 
@@ -234,11 +250,27 @@ def shown_logprobs(piece: CompletionOutput | StreamChunk) -> tuple[TokenLogprob,
 
 def logprobs_body(
     url: str, tokens: Sequence[TokenLogprob] | None, spelling: TokenSpelling, offset: int = 0
-) -> dict[str, object] | None:
+) -> Mapping[str, object] | None:
     """Log-probabilities of tokens that come after `offset` characters of tokens."""
     if tokens is None:
         return None
     return _chat_logprobs(tokens, spelling) if url == CHAT else _completion_logprobs(tokens, spelling, offset)
+
+
+def _after_prompt(
+    output: RequestOutput, answer: CompletionOutput, prompt: str, spelling: TokenSpelling
+) -> dict[str, object]:
+    """An answer with its prompt before it: its text, and log-probabilities if asked for.
+
+    These are of all tokens, the one that stopped it included: who scores prompts leaves the last one out.
+    """
+    scored, drawn = output.prompt_logprobs, answer.logprobs
+    if scored is None or drawn is None:
+        return {"text": prompt + answer.text}
+    first = spelling.of(output.prompt_token_ids[0]).text  # nothing comes before it: no probability
+    heads = {"tokens": first, "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
+    rest = _completion_logprobs((*scored, *drawn), spelling, len(first))
+    return {"text": prompt + answer.text, "logprobs": {name: [heads[name], *rest[name]] for name in rest}}
 
 
 def _chat_logprobs(tokens: Sequence[TokenLogprob], spelling: TokenSpelling) -> dict[str, object]:
@@ -257,7 +289,7 @@ def _token(token_id: int, logprob: float, spelling: TokenSpelling) -> dict[str, 
 
 def _completion_logprobs(
     tokens: Sequence[TokenLogprob], spelling: TokenSpelling, offset: int
-) -> dict[str, object]:
+) -> dict[str, list[Any]]:
     texts = [spelling.of(token.token_id).text for token in tokens]
     return {
         "tokens": texts,

@@ -7,16 +7,16 @@ from __future__ import annotations
 import time
 import uuid
 from contextlib import aclosing
-from dataclasses import astuple, replace
 from typing import Any
 
 from radixrt.errors import PassError, RadixrtError
 from radixrt.frontend.openai import CHAT, answer_body, chunk_body, logprobs_body, shown_logprobs, usage_body
-from radixrt.output import RequestOutput, Usage
+from radixrt.output import RequestOutput
 from radixrt.runtime import Runtime
 from radixrt.server.asked import Asked
 from radixrt.server.refusal import refusal_of
 from radixrt.server.responses import Events, json_bytes
+from radixrt.text.chat import Chat
 from radixrt.text.token_spelling import TokenSpelling
 
 DONE = b"data: [DONE]\n\n"
@@ -29,29 +29,32 @@ class Answering:
         self._runtime = runtime
         self._spelling = TokenSpelling(runtime.tokenizer)
 
-    async def output(self, asked: Asked, tenant: str | None) -> RequestOutput:
-        """All answers, those of later prompts after those of earlier ones. Raises RadixrtError, also where none is
-        whole.
-        """
+    async def outputs(self, asked: Asked, tenant: str | None) -> list[RequestOutput]:
+        """All answers to each prompt. Raises RadixrtError, also where none is whole."""
         outputs = await self._runtime.async_generate(list(asked.prompts), asked.params, tenant=tenant)
         assert isinstance(outputs, list)
-        one, *more = outputs
-        if more:
-            answers = [answer for output in outputs for answer in output.outputs]
-            numbered = tuple(replace(answer, index=place) for place, answer in enumerate(answers))
-            one = replace(one, outputs=numbered, usage=_sum_of(outputs))
-        if one.failure is not None and not any(answer.finish_reason.is_whole for answer in one.outputs):
-            raise PassError(one.failure)
-        return one
+        reasons = {answer.finish_reason for output in outputs for answer in output.outputs}
+        if not any(reason.is_whole for reason in reasons):
+            raise PassError(outputs[0].failure)
+        return outputs
 
-    def body(self, asked: Asked, output: RequestOutput) -> bytes:
+    def body(self, asked: Asked, outputs: list[RequestOutput]) -> bytes:
         """The JSON of a whole answer."""
-        digest, now = uuid.uuid4().hex, int(time.time())
-        return json_bytes(
-            answer_body(
-                asked.url, output, id_digest=digest, model=asked.model, created=now, spelling=self._spelling
-            )
+        body = answer_body(
+            asked.url,
+            outputs,
+            echoed=[self._text(prompt) for prompt in asked.prompts] if asked.is_echoed else None,
+            id_digest=uuid.uuid4().hex,
+            model=asked.model,
+            created=int(time.time()),
+            spelling=self._spelling,
         )
+        return json_bytes(body)
+
+    def _text(self, prompt: str | list[int] | Chat) -> str:
+        if isinstance(prompt, list) and self._runtime.tokenizer is not None:
+            return self._runtime.tokenizer.decode(prompt, skip_special_tokens=False)
+        return prompt if isinstance(prompt, str) else ""
 
     async def events(self, asked: Asked, tenant: str | None) -> Events:
         """The server-sent events of the answers to one prompt. Raises RadixrtError before the first one where it
@@ -90,11 +93,6 @@ class Answering:
         if asked.wants_usage:
             yield _event(usage_body(asked.url, chunk.output.usage, **head))
         yield DONE
-
-
-def _sum_of(outputs: list[RequestOutput]) -> Usage:
-    columns = zip(*(astuple(output.usage) for output in outputs), strict=True)
-    return Usage(*map(sum, columns))
 
 
 def _event(body: dict[str, object]) -> bytes:

@@ -122,8 +122,8 @@ class Server:
         if not asked.is_streamed:
             with self._pending.held(asked.num_answers):
                 self._begin_work()
-                output = await _while_connected(request, self._answering.output(asked, tenant))
-                return JsonResponse(await self._in_thread(self._answering.body, asked, output))
+                outputs = await _while_connected(request, self._answering.outputs(asked, tenant))
+                return JsonResponse(await self._in_thread(self._answering.body, asked, outputs))
         events = self._events(asked, tenant)
         try:  # a prompt that cannot be run is refused before a stream begins
             return EventStream(await _while_connected(request, anext(events)), events)

@@ -4,17 +4,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from radixrt.errors import ParameterError, PromptError
-from radixrt.frontend.openai import CHAT, as_json, asked_model, asked_prompt, sampling_values
+from radixrt.frontend.openai import CHAT, COMPLETIONS, as_json, asked_model, asked_prompt, sampling_values
 from radixrt.frontend.sampling_aliases import sampling_params_from_dict
 from radixrt.sampling_params import SamplingParams
 from radixrt.server.limits import Limits
 from radixrt.text.chat import Chat
 
 _STREAM_OPTIONS = ("include_usage",)
+_MAX_ECHOED = 5  # log-probabilities at each token of a prompt, which may be long: OpenAI's bound
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Asked:
         model: as the body calls it.
         prompts: one, or for completions several.
         params: of all their answers.
+        is_echoed: whether answers begin with their prompts.
         is_streamed: whether chunks are to come as the answer does.
         wants_usage: whether a last chunk is to count tokens.
     """
@@ -34,6 +36,7 @@ class Asked:
     model: str
     prompts: list[str | list[int] | Chat]
     params: SamplingParams
+    is_echoed: bool
     is_streamed: bool
     wants_usage: bool
 
@@ -44,7 +47,8 @@ class Asked:
 
 def read_asked(url: str, given: dict[str, Any], defaults: SamplingParams, limits: Limits) -> Asked:
     """What a body without what is null asks for. Raises ParameterError, PromptError or TokenizerError, by name."""
-    rest = {name: value for name, value in given.items() if name not in ("stream", "stream_options")}
+    own = ("stream", "stream_options", *(("echo",) if url == COMPLETIONS else ()))
+    rest = {name: value for name, value in given.items() if name not in own}
     is_streamed, options = given.get("stream", False), given.get("stream_options", {})
     if not isinstance(is_streamed, bool):
         raise ParameterError(f"stream is {as_json(is_streamed)}; it must be true or false")
@@ -54,6 +58,9 @@ def read_asked(url: str, given: dict[str, Any], defaults: SamplingParams, limits
     if not isinstance(wants_usage, bool) or ("stream_options" in given and not is_streamed):
         raise ParameterError("stream_options has include_usage, true or false, and needs a stream")
     params = sampling_params_from_dict(sampling_values(url, rest), defaults)
+    is_echoed = url == COMPLETIONS and _is_echoed(given, params)
+    if is_echoed:
+        params = replace(params, prompt_logprobs=params.logprobs)
     prompts = [asked_prompt(url, {**rest, "prompt": one}) for one in _prompts(url, rest)]
     most = min(limits.answers, limits.pending)
     if len(prompts) > limits.prompts or len(prompts) * params.n > most:
@@ -65,7 +72,18 @@ def read_asked(url: str, given: dict[str, Any], defaults: SamplingParams, limits
         raise ParameterError(f"model has {len(model):,} characters; {limits.model_length} are the most")
     if is_streamed and len(prompts) > 1:
         raise ParameterError(f"the body has {len(prompts)} prompts; a stream answers one")
-    return Asked(url, model, prompts, params, is_streamed, wants_usage)
+    return Asked(url, model, prompts, params, is_echoed, is_streamed, wants_usage)
+
+
+def _is_echoed(given: dict[str, Any], params: SamplingParams) -> bool:
+    echo = given.get("echo", False)
+    if not isinstance(echo, bool):
+        raise ParameterError(f"echo is {as_json(echo)}; it must be true or false")
+    if echo and (given.get("stream") or params.truncate_prompt_tokens is not None):
+        raise ParameterError("echo goes neither with a stream nor with truncate_prompt_tokens; leave one out")
+    if echo and (params.logprobs or 0) > _MAX_ECHOED:
+        raise ParameterError(f"logprobs is {params.logprobs}; with echo it is {_MAX_ECHOED} at most")
+    return echo
 
 
 def _prompts(url: str, given: dict[str, Any]) -> list[Any]:

@@ -44,6 +44,10 @@ from tests.support.serving import ANSWERS, GREEDY, LONG, QUESTIONS, Serving, cli
         ("/v1/completions", {"prompt": "a", "stream_options": {"include_usage": True}}, 400, "needs a stream"),
         ("/v1/completions", {"prompt": [10**6], "stream": True}, 400, "token"),
         ("/v1/completions", {"prompt": {}}, 400, "prompt"),
+        ("/v1/completions", {"prompt": "a", "echo": 1}, 400, "echo is 1; it must be true or false"),
+        ("/v1/completions", {"prompt": "a", "echo": True, "stream": True}, 400, "echo goes neither with a stream"),
+        ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 6}, 400, "with echo it is 5 at most"),
+        ("/v1/completions", {"prompt": "a", "best_of": 2}, 400, "best_of is not n, which cannot be honoured"),
         ("/v1/chat/completions", {"messages": "a"}, 400, "messages is a string"),
         ("/v1/chat/completions", {"messages": [], "echo": True}, 400, "echo"),
         (

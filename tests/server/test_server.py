@@ -30,6 +30,34 @@ def test_completions(serving: Serving) -> None:
     assert one.index == 0
 
 
+def test_prompts_are_echoed(serving: Serving, runtime: Runtime) -> None:
+    """With their log-probabilities, if these are asked for: but the first token's, as nothing comes before it."""
+    client, context, continuation = client_of(serving()), QUESTIONS[0], " Oslo"
+    (score,) = runtime.score([context], [continuation])
+    assert runtime.tokenizer is not None
+    ids = runtime.tokenizer.encode(context + continuation).tolist()
+    answer = client.completions.create(prompt=[context + continuation, ids], echo=True, logprobs=1, n=2, **GREEDY)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    for choice in answer.choices:
+        told = choice.logprobs
+        assert told is not None
+        assert told.tokens is not None
+        assert told.token_logprobs is not None
+        assert told.text_offset is not None
+        assert told.top_logprobs is not None
+        assert choice.text.startswith(context + continuation, choice.text.index("Mira"))
+        scored = slice(len(ids) - len(score.tokens), len(ids))
+        assert told.token_logprobs[scored] == [token.logprob for token in score.tokens]
+        assert [len(values) for values in (told.tokens, told.top_logprobs, told.text_offset)] == [
+            len(told.token_logprobs)
+        ] * 3
+        assert (told.token_logprobs[0], told.top_logprobs[0], told.text_offset[0]) == (None, None, 0)
+        joined = "".join(told.tokens)
+        assert all(joined[at:].startswith(token) for at, token in zip(told.text_offset, told.tokens, strict=True))
+    (plain,) = client.completions.create(prompt=context, echo=True, model="any", max_tokens=0).choices
+    assert (plain.text, plain.logprobs) == (context, None)
+
+
 def test_answers_in_the_form_of_a_class(serving: Serving) -> None:
     pytest.importorskip("llguidance")
 

@@ -96,7 +96,7 @@ def openai_answer(
     if output.failure is not None:
         return openai_error(index, LineError(LineErrorType.FAILED, output.failure, reply))
     digest, model = _digest(index, reply), reply["model"]
-    body = answer_body(reply["url"], output, id_digest=digest, model=model, created=created, spelling=spelling)
+    body = answer_body(reply["url"], [output], id_digest=digest, model=model, created=created, spelling=spelling)
     if FORM_ENGINE in reply:
         body[FORM_ENGINE] = reply[FORM_ENGINE]
     return _record(digest, reply, 200, body, None)

@@ -369,12 +369,12 @@ def test_chats_come_through(messages: list[tuple[str, str]]) -> None:
 # -- what is refused ---------------------------------------------------------------------------------------
 
 BAD_PARAMETERS: list[tuple[dict[str, Any], str]] = [
-    ({"stream": True}, "stream is true, which a batch cannot honour; give false, or leave it out"),
+    ({"stream": True}, "stream is true, which cannot be honoured; give false, or leave it out"),
     ({"stream": 0}, "stream is 0, which"),
     ({"tool_choice": "required"}, 'tool_choice is "required", which'),
     ({"response_format": {"type": "xml"}}, "response_format is {'type': 'xml'}; it must be"),
     ({"modalities": ["text", "audio"]}, "modalities is"),
-    ({"reasoning_effort": "low"}, 'reasoning_effort is "low", which a batch cannot honour; leave it out'),
+    ({"reasoning_effort": "low"}, 'reasoning_effort is "low", which cannot be honoured; leave it out'),
     ({"prompt_logprobs": 1}, "prompt_logprobs is 1, which"),
     ({"echo": True}, "echo is true"),
     ({"suffix": "x"}, 'suffix is "x"'),
@@ -455,7 +455,7 @@ def test_no_parameter_of_the_openai_package_is_passed_over(url: str) -> None:
         (
             CHAT,
             {"messages": [*MESSAGES, {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            'messages[2].content[0] is of type "image_url"; a batch takes text alone',
+            'messages[2].content[0] is of type "image_url"; text alone is taken',
         ),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content[0].text is null"),
         (CHAT, {"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content[0] is a string"),
