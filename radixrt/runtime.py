@@ -303,16 +303,24 @@ class Runtime:
         """
         listed, choices = as_list(prompts), as_list(continuations)
         requests, owners = self._builder.build_scored(listed, choices, tenant)
-        scores: list[list[ScoreOutput]] = [[] for _ in listed]
-        outputs = sorted(self._iterate(lambda: ([], requests), "return", progress), key=attrgetter("index"))
-        for owner, output in zip(owners, outputs, strict=True):
-            if (failure := output.failure) is not None:
-                raise PassError(f"prompt {owner} cannot be scored: {failure}") from output.cause
-            scores[owner].append(ScoreOutput.of(output))
-        return [
-            own[0] if isinstance(given, str) or is_token_ids(given) else own
-            for own, given in zip(scores, choices, strict=True)
-        ]
+        return _scores(self._iterate(lambda: ([], requests), "return", progress), owners, choices)
+
+    async def async_score(
+        self,
+        prompts: Iterable[Prompt],
+        continuations: Iterable[Continuation | Sequence[Continuation]],
+        *,
+        tenant: str | None = None,
+    ) -> list[ScoreOutput | list[ScoreOutput]]:
+        """`score` for asyncio, as `async_generate`."""
+        listed, choices = as_list(prompts), as_list(continuations)
+        outputs: list[RequestOutput] = []
+        with self._driver.opened(OutputCall("return"), by_task=True) as call:
+            requests, owners = await self._in_thread(partial(self._builder.build_scored, listed, choices, tenant))
+            self._driver.submit(requests, call)
+            while not call.is_over:
+                outputs += await self._driver.async_news(call)
+        return _scores(outputs, owners, choices)
 
     def run_batch(
         self, input_path: str | Path, output_path: str | Path, **options: Unpack[BatchOptions]
@@ -536,3 +544,18 @@ class Runtime:
                             bar.set_postfix_str(f"{rate:,.0f} tokens/s, hit rate {hits:.1%}", refresh=False)
                             bar.update()
                         yield output
+
+
+def _scores(
+    outputs: Iterable[RequestOutput], owners: list[int], choices: Sequence[Continuation | Sequence[Continuation]]
+) -> list[ScoreOutput | list[ScoreOutput]]:
+    """Scores of each prompt's continuations, one or a list, from outputs in any order. Raises PassError."""
+    scores: list[list[ScoreOutput]] = [[] for _ in choices]
+    for owner, output in zip(owners, sorted(outputs, key=attrgetter("index")), strict=True):
+        if (failure := output.failure) is not None:
+            raise PassError(f"prompt {owner} cannot be scored: {failure}") from output.cause
+        scores[owner].append(ScoreOutput.of(output))
+    return [
+        own[0] if isinstance(given, str) or is_token_ids(given) else own
+        for own, given in zip(scores, choices, strict=True)
+    ]

@@ -179,7 +179,7 @@ def answer_body(
             choices.append(choice)
     head = _head(url, name, id_digest=id_digest, model=model, created=created)
     columns = zip(*(astuple(output.usage) for output in outputs), strict=True)
-    usage = _usage(Usage(*map(sum, columns)))
+    usage = usage_fields(Usage(*map(sum, columns)))
     return {**head, "choices": choices, "usage": usage, "system_fingerprint": None}
 
 
@@ -206,7 +206,7 @@ def chunk_body(
 def usage_body(url: str, usage: Usage, *, id_digest: str, model: str, created: int) -> dict[str, object]:
     """The last chunk of a stream that is to count tokens."""
     head = _head(url, _chunk_name(url), id_digest=id_digest, model=model, created=created)
-    return {**head, "choices": [], "usage": _usage(usage)}
+    return {**head, "choices": [], "usage": usage_fields(usage)}
 
 
 def _chunk_name(url: str) -> str:
@@ -218,7 +218,8 @@ def _head(url: str, name: str, *, id_digest: str, model: str, created: int) -> d
     return {"id": f"{prefix}-{id_digest}", "object": name, "created": created, "model": model}
 
 
-def _usage(usage: Usage) -> dict[str, object]:
+def usage_fields(usage: Usage) -> dict[str, object]:
+    """Token counts as a body has them."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,

@@ -19,7 +19,7 @@ from radixrt.errors import ParameterError, PromptError, RadixrtError
 from radixrt.frontend.openai import CHAT, COMPLETIONS, asked_prompt
 from radixrt.runtime import Runtime
 from radixrt.server.answering import Answering
-from radixrt.server.asked import Asked, read_asked
+from radixrt.server.asked import Asked, check_known, read_asked
 from radixrt.server.body import GONE, object_in, read_body
 from radixrt.server.hosts import KnownHosts
 from radixrt.server.limits import Limits
@@ -27,6 +27,7 @@ from radixrt.server.metrics import CONTENT_TYPE, Metrics
 from radixrt.server.pending import Pending
 from radixrt.server.refusal import Refusal, refusal_of
 from radixrt.server.responses import Events, EventStream, JsonResponse, refused
+from radixrt.server.scoring import read_scores, scores_body
 from radixrt.server.tenants import Tenants
 from radixrt.text.tokenizer import Tokenizer
 from radixrt.version import __version__
@@ -76,6 +77,7 @@ class Server:
             ("POST", COMPLETIONS, self._completions),
             ("GET", "/v1/models", self._models),
             ("GET", "/v1/models/{name:path}", self._model),
+            ("POST", "/v1/score", self._score),
             ("POST", "/tokenize", self._tokenize),
             ("POST", "/detokenize", self._detokenize),
             ("GET", "/metrics", self._numbers),
@@ -161,6 +163,16 @@ class Server:
     async def _in_thread(self, call: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
 
+    async def _score(self, request: Request, tenant: str | None) -> Response:
+        given = await self._object(request)
+        asked = await self._in_thread(read_scores, given, self.limits)
+        with self._pending.held(asked.num_scores):
+            self._begin_work()
+            labels = [[[label] for label in asked.labels]] * len(asked.prompts)
+            work = self.runtime.async_score(asked.prompts, labels, tenant=tenant)
+            scored: Any = await _while_connected(request, work)
+        return JsonResponse(await self._in_thread(scores_body, asked, scored))
+
     # -- the rest ------------------------------------------------------------------------------------------
 
     async def _models(self, request: Request, tenant: str | None) -> Response:
@@ -178,7 +190,7 @@ class Server:
     async def _tokenize(self, request: Request, tenant: str | None) -> Response:
         """vLLM's: of `prompt`, or of `messages` by the chat template."""
         given = await self._object(request)
-        _check_known(given, "prompt", "messages")
+        check_known(given, "prompt", "messages")
         if given.keys() >= {"prompt", "messages"}:
             raise ParameterError("prompt and messages are both given; give one of them")
         tokenizer = self._tokenizer()
@@ -191,7 +203,7 @@ class Server:
 
     async def _detokenize(self, request: Request, tenant: str | None) -> Response:
         given = await self._object(request)
-        _check_known(given, "tokens")
+        check_known(given, "tokens")
         tokens = check_kind("tokens", given.get("tokens"), list, "a list of token ids")
         tokenizer = self._tokenizer()
         ids = check_prompt("tokens", tokens) if tokens else []
@@ -222,11 +234,6 @@ class Server:
         return Response(await self._in_thread(self._metrics.text), media_type=CONTENT_TYPE)
 
 
-def _check_known(given: dict[str, Any], *names: str) -> None:
-    if unknown := sorted(given.keys() - {"model", *names}):
-        raise ParameterError(f"unknown parameter {', '.join(map(short, unknown[:5]))}; give {' or '.join(names)}")
-
-
 async def _while_connected(request: Request, work: Awaitable[T]) -> T:
     """What `work` returns; it is cancelled where the client goes away before."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
@@ -248,7 +255,9 @@ async def _disconnected(request: Request) -> None:
 
 
 async def _unknown(request: Request, error: Any) -> Response:
-    known = "/v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health, /metrics"
+    known = (
+        "/v1/chat/completions, /v1/completions, /v1/models, /v1/score, /tokenize, /detokenize, /health, /metrics"
+    )
     message = f"{request.method} {request.url.path[:200]} is not known; these are: {known}"
     return refused(Refusal(error.status_code, message, "unknown_url"))
 

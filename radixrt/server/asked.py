@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from radixrt.checks import short
 from radixrt.errors import ParameterError, PromptError
 from radixrt.frontend.openai import CHAT, COMPLETIONS, as_json, asked_model, asked_prompt, sampling_values
 from radixrt.frontend.sampling_aliases import sampling_params_from_dict
@@ -62,17 +63,35 @@ def read_asked(url: str, given: dict[str, Any], defaults: SamplingParams, limits
     if is_echoed:
         params = replace(params, prompt_logprobs=params.logprobs)
     prompts = [asked_prompt(url, {**rest, "prompt": one}) for one in _prompts(url, rest)]
-    most = min(limits.answers, limits.pending)
-    if len(prompts) > limits.prompts or len(prompts) * params.n > most:
-        raise PromptError(
-            f"the body asks for {len(prompts)} x {params.n} answers; {limits.prompts} prompts and {most} answers "
-            "are the most"
-        )
-    if len(model := asked_model(rest)) > limits.model_length:
-        raise ParameterError(f"model has {len(model):,} characters; {limits.model_length} are the most")
+    check_size(len(prompts), params.n, limits)
     if is_streamed and len(prompts) > 1:
         raise ParameterError(f"the body has {len(prompts)} prompts; a stream answers one")
-    return Asked(url, model, prompts, params, is_echoed, is_streamed, wants_usage)
+    return Asked(url, model_of(rest, limits), prompts, params, is_echoed, is_streamed, wants_usage)
+
+
+def check_known(given: dict[str, Any], *names: str) -> None:
+    """Raise ParameterError for parameters other than the model and these."""
+    if unknown := sorted(given.keys() - {"model", *names}):
+        raise ParameterError(
+            f"unknown parameter {', '.join(map(short, unknown[:5]))}; known are {', '.join(names)}"
+        )
+
+
+def check_size(num_prompts: int, num_answers: int, limits: Limits) -> None:
+    """Raise PromptError where a body has too many prompts, or asks for too many answers to each."""
+    most = min(limits.answers, limits.pending)
+    if num_prompts > limits.prompts or num_prompts * num_answers > most:
+        raise PromptError(
+            f"the body asks for {num_prompts} x {num_answers} answers; {limits.prompts} prompts and {most} "
+            "answers are the most"
+        )
+
+
+def model_of(given: dict[str, Any], limits: Limits) -> str:
+    """What a body calls the model. Raises ParameterError where that is too long, or PromptError."""
+    if len(model := asked_model(given)) > limits.model_length:
+        raise ParameterError(f"model has {len(model):,} characters; {limits.model_length} are the most")
+    return model
 
 
 def _is_echoed(given: dict[str, Any], params: SamplingParams) -> bool:

@@ -1,6 +1,6 @@
 """Reading a request's body: its size, its JSON, its depth."""
 
-# Tests: tests/server/test_server.py
+# Tests: tests/server/test_refusals.py
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ A web page can let its own name resolve to 127.0.0.1 (DNS rebinding): the browse
 page's own, and lets the page read answers. But it still sends that name.
 """
 
-# Tests: tests/server/test_server.py
+# Tests: tests/server/test_refusals.py
 
 from __future__ import annotations
 

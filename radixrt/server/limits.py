@@ -1,6 +1,6 @@
 """What a server takes of a client: everything has a bound."""
 
-# Tests: tests/server/test_server.py
+# Tests: tests/server/test_refusals.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What a server counts, in the format of Prometheus."""
 
-# Tests: tests/server/test_server.py
+# Tests: tests/server/test_health.py
 
 from __future__ import annotations
 

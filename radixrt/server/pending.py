@@ -1,6 +1,6 @@
 """Answers that clients wait for: those that run, those that wait, and those whose prompts are being read."""
 
-# Tests: tests/server/test_server.py
+# Tests: tests/server/test_refusals.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What a client is told instead of an answer."""
 
-# Tests: tests/server/test_server.py
+# Tests: tests/server/test_refusals.py
 
 from __future__ import annotations
 

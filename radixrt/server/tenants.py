@@ -1,6 +1,6 @@
 """API keys: each is a namespace of the cache, so that no tenant can time what another one has asked."""
 
-# Tests: tests/server/test_server.py
+# Tests: tests/server/test_refusals.py
 
 from __future__ import annotations
 

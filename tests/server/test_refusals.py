@@ -58,7 +58,7 @@ from tests.support.serving import ANSWERS, GREEDY, LONG, QUESTIONS, Serving, cli
         ),
         ("/tokenize", {"prompt": [1]}, 400, "prompt is a list; it must be a string"),
         ("/tokenize", {"prompt": "a", "messages": []}, 400, "prompt and messages are both given"),
-        ("/tokenize", {"prompt": "a", "more": 1}, 400, "unknown parameter more"),
+        ("/tokenize", {"prompt": "a", "more": 1}, 400, "unknown parameter more; known are prompt, messages"),
         ("/detokenize", {"tokens": [10**9]}, 400, "tokens"),
         ("/detokenize", {"tokens": "a"}, 400, "tokens is a string"),
         ("/v1/embeddings", {}, 404, "POST /v1/embeddings is not known; these are: /v1/chat/completions"),

@@ -1,0 +1,87 @@
+"""SGLang's `/v1/score`: how likely the model finds each of some tokens after a query with each of some items."""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from radixrt.checks import check_kind, check_prompt
+from radixrt.errors import ParameterError, PromptError
+from radixrt.frontend.openai import as_json, usage_fields
+from radixrt.output import ScoreOutput, Usage
+from radixrt.server.asked import check_known, check_size, model_of
+from radixrt.server.limits import Limits
+
+
+@dataclass(frozen=True)
+class AskedScores:
+    """One body.
+
+    Attributes:
+        model: as the body calls it.
+        prompts: the query with each item.
+        labels: ids of the tokens to score after each.
+        is_softmax: whether the scores after a prompt are to add up to 1.
+    """
+
+    model: str
+    prompts: list[str | list[int]]
+    labels: list[int]
+    is_softmax: bool
+
+    @property
+    def num_scores(self) -> int:
+        return len(self.prompts) * len(self.labels)
+
+
+def read_scores(given: dict[str, Any], limits: Limits) -> AskedScores:
+    """What a body without what is null asks for. Raises ParameterError or PromptError, by name."""
+    check_known(given, "query", "items", "label_token_ids", "apply_softmax", "item_first")
+    query: Any = check_prompt("query", given.get("query"))
+    items = given.get("items")
+    items = [items] if isinstance(items, str) else check_kind("items", items, list, "a string or a list")
+    item_first, is_softmax = (_flag(given, name) for name in ("item_first", "apply_softmax"))
+    prompts: list[str | list[int]] = []
+    for place, item in enumerate(items):
+        checked: Any = check_prompt(f"items[{place}]", item)
+        if type(checked) is not type(query):
+            raise PromptError(f"query and items[{place}] must both be text, or both token ids")
+        prompts.append(checked + query if item_first else query + checked)
+    labels = check_kind("label_token_ids", given.get("label_token_ids"), list, "a list of token ids")
+    check_prompt("label_token_ids", labels)
+    if not prompts:
+        raise PromptError("items is empty")
+    check_size(len(prompts), len(labels), limits)
+    return AskedScores(model_of(given, limits), prompts, labels, is_softmax)
+
+
+def _flag(given: dict[str, Any], name: str) -> bool:
+    if not isinstance(value := given.get(name, False), bool):
+        raise ParameterError(f"{name} is {as_json(value)}; it must be true or false")
+    return value
+
+
+def scores_body(asked: AskedScores, scored: Sequence[Sequence[ScoreOutput]]) -> dict[str, object]:
+    """For each prompt the probability of each label, among all tokens or, with softmax, among the labels."""
+    scores = [[math.exp(score.logprob) for score in own] for own in scored]
+    if asked.is_softmax:
+        scores = [_softmax([score.logprob for score in own]) for own in scored]
+    contexts = [own[0].usage for own in scored]  # its first label's, which is the last token
+    usage = Usage(
+        prompt_tokens=sum(one.prompt_tokens - 1 for one in contexts),
+        cached_tokens=sum(one.cached_tokens for one in contexts),
+        computed_tokens=sum(one.computed_tokens - 1 for one in contexts),
+        completion_tokens=0,
+    )
+    head = {"id": f"score-{uuid.uuid4().hex}", "object": "scoring", "created": int(time.time())}
+    return {**head, "model": asked.model, "scores": scores, "usage": usage_fields(usage)}
+
+
+def _softmax(logprobs: Sequence[float]) -> list[float]:
+    most = max(logprobs)
+    weights = [math.exp(logprob - most) for logprob in logprobs]
+    return [weight / sum(weights) for weight in weights]
