@@ -11,7 +11,7 @@ from typing import Any
 
 from radixrt.errors import PassError, RadixrtError
 from radixrt.frontend.openai import CHAT, answer_body, chunk_body, logprobs_body, shown_logprobs, usage_body
-from radixrt.output import RequestOutput
+from radixrt.output import RequestOutput, StreamChunk
 from radixrt.runtime import Runtime
 from radixrt.server.asked import Asked
 from radixrt.server.refusal import refusal_of
@@ -67,7 +67,7 @@ class Answering:
             return _event(chunk_body(asked.url, index, text, **more, **head))
 
         async with aclosing(self._runtime.async_stream(asked.prompts[0], asked.params, tenant=tenant)) as chunks:
-            chunk = await anext(chunks)
+            chunk = _sound(await anext(chunks))
             if asked.url == CHAT:
                 for index in range(asked.params.n):
                     yield event(index, None)
@@ -84,15 +84,20 @@ class Answering:
                         yield event(chunk.index, "", finish_reason=str(chunk.finish_reason))
                     if chunk.output is not None:
                         break
-                    chunk = await anext(chunks)
-                if chunk.output.failure is not None:
-                    raise PassError(chunk.output.failure)
+                    chunk = _sound(await anext(chunks))
             except RadixrtError as error:
                 yield _event(refusal_of(error).body())
                 return
         if asked.wants_usage:
             yield _event(usage_body(asked.url, chunk.output.usage, **head))
         yield DONE
+
+
+def _sound(chunk: StreamChunk) -> StreamChunk:
+    """The chunk, unless it ends a request that has failed: PassError."""
+    if chunk.output is not None and chunk.output.failure is not None:
+        raise PassError(chunk.output.failure)
+    return chunk
 
 
 def _event(body: dict[str, object]) -> bytes:

@@ -20,7 +20,7 @@ from radixrt.frontend.openai import CHAT, COMPLETIONS, asked_prompt
 from radixrt.runtime import Runtime
 from radixrt.server.answering import Answering
 from radixrt.server.asked import Asked, check_known, read_asked
-from radixrt.server.body import GONE, object_in, read_body
+from radixrt.server.body import gone, object_in, read_body
 from radixrt.server.hosts import KnownHosts
 from radixrt.server.limits import Limits
 from radixrt.server.metrics import CONTENT_TYPE, Metrics
@@ -236,14 +236,14 @@ class Server:
 
 async def _while_connected(request: Request, work: Awaitable[T]) -> T:
     """What `work` returns; it is cancelled where the client goes away before."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
+    task, left = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, left), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise GONE
+            raise gone()
         return task.result()
     finally:
-        gone.cancel()
+        left.cancel()
         if task.cancel():
             with suppress(asyncio.CancelledError):
                 await task

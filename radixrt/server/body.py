@@ -15,8 +15,6 @@ from radixrt.checks import kind
 from radixrt.server.limits import Limits
 from radixrt.server.refusal import Refusal
 
-GONE = Refusal(499, "the client has gone away", "gone")  # nobody reads it; it is counted
-
 
 async def read_body(pieces: AsyncIterable[bytes], limits: Limits) -> bytes:
     """A body, whole. Raises Refusal."""
@@ -25,7 +23,12 @@ async def read_body(pieces: AsyncIterable[bytes], limits: Limits) -> bytes:
     except asyncio.TimeoutError:
         raise Refusal(408, f"the body did not come within {limits.body_seconds:g} s", "timeout") from None
     except ClientDisconnect:
-        raise GONE from None
+        raise gone() from None
+
+
+def gone() -> Refusal:
+    """For a client that nobody can tell any more: it is counted."""
+    return Refusal(499, "the client has gone away", "gone")
 
 
 async def _whole(pieces: AsyncIterable[bytes], limits: Limits) -> bytes:

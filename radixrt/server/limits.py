@@ -19,7 +19,8 @@ class Limits:
         answers: in all to one body: its prompts times n. No more than `pending`, either.
         pending: answers to all bodies that run or wait; a request for more is told to come again (429).
         connections: open at once; requests on others are told 503.
-        idle_seconds: of a connection without a request, or with one whose head is not whole.
+        idle_seconds: of a connection without a request, with one whose head is not whole, or whose client reads
+            nothing.
         stalled_seconds: without a pass, while requests have not ended, before `/health` says so.
     """
 

@@ -89,9 +89,12 @@ class Listener(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """Closes a connection on which no head of a request comes in time, also where it comes byte by byte."""
+    """Ends a connection on which no head of a request comes in time, also if it comes byte by byte, and one whose
+    client reads nothing of a response.
+    """
 
-    _deadline: asyncio.TimerHandle | None = None
+    _head_timer: asyncio.TimerHandle | None = None
+    _read_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -99,8 +102,8 @@ class _Protocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        if self._deadline is not None:
-            self._deadline.cancel()
+        _cancel(self._head_timer)
+        _cancel(self._read_timer)
 
     def on_response_complete(self) -> None:
         ended = self.cycle
@@ -108,10 +111,23 @@ class _Protocol(H11Protocol):
         self._await_head(ended)
 
     def _await_head(self, ended: RequestResponseCycle | None) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-        self._deadline = self.loop.call_later(self.timeout_keep_alive, self._end_idle, ended)
+        _cancel(self._head_timer)
+        self._head_timer = self.loop.call_later(self.timeout_keep_alive, self._end_idle, ended)
 
     def _end_idle(self, ended: RequestResponseCycle | None) -> None:
         if self.cycle is ended:
-            self.transport.close()
+            self.transport.abort()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        _cancel(self._read_timer)
+        self._read_timer = self.loop.call_later(self.timeout_keep_alive, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        _cancel(self._read_timer)
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

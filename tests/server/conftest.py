@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import threading
 from collections.abc import Callable, Iterator
 
@@ -33,8 +34,10 @@ def serving(runtime: Runtime) -> Iterator[Serving]:
     """Serves until the test ends."""
     ends: list[Callable[[], None]] = []
 
-    def serve(server: Server | None = None) -> str:
+    def serve(server: Server | None = None, send_buffer: int | None = None) -> str:
         bound = listening_socket("127.0.0.1", 0)
+        if send_buffer is not None:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         listener = Listener(server or Server(runtime, "built-in"), drain_seconds=5)
         thread = threading.Thread(target=listener.run, kwargs={"sockets": [bound]})
         thread.start()

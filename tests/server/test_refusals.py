@@ -228,6 +228,28 @@ def test_connections_have_a_bound(serving: Serving, runtime: Runtime) -> None:
     assert httpx.get(f"{url}/v1/models").status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/detokenize", {"tokens": [1128] * 1_000_000}),
+        ("/v1/completions", {**LONG, "max_tokens": 500, "n": 16, "stream": True}),
+    ],
+)
+def test_a_client_that_does_not_read(path: str, body: Any, serving: Serving, runtime: Runtime) -> None:
+    """Its connection ends, whether the server has all of the response to send or waits to send more."""
+    url = serving(Server(runtime, "built-in", limits=Limits(connections=2, idle_seconds=1)), send_buffer=4096)
+    content = json.dumps(body).encode()
+    with socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+        head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(content)}\r\n\r\n"
+        deaf.sendall(head.encode() + content)
+        assert b"200" in deaf.recv(100)
+        assert httpx.get(f"{url}/v1/models").status_code == 503
+        until(lambda: httpx.get(f"{url}/v1/models").status_code == 200)
+    until(lambda: not runtime.has_work)
+
+
 def test_bodies_that_take_long_to_read_do_not_delay_streams(
     serving: Serving, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,12 +301,14 @@ def test_failed_passes_are_told_and_logged(
     assert client_of(url).completions.create(prompt=QUESTIONS[0], **GREEDY).choices[0].text == ANSWERS[0]
 
 
-def test_answers_that_all_failed_are_no_success(serving: Serving, runtime: Runtime) -> None:
+@pytest.mark.parametrize("more", [{"prompt": ["a", "b"]}, {"prompt": "a", "stream": True}])
+def test_answers_that_all_failed_are_no_success(more: Any, serving: Serving, runtime: Runtime) -> None:
+    """Nor is a stream of which nothing was sent."""
     url = serving()
     with ThreadPoolExecutor(1) as thread:
         with held(runtime):
-            asked = thread.submit(httpx.post, f"{url}/v1/completions", json={**GREEDY, "prompt": ["a", "b"]})
-            until(lambda: runtime.num_waiting == 2)
+            asked = thread.submit(httpx.post, f"{url}/v1/completions", json={**GREEDY, **more})
+            until(lambda: runtime.num_waiting == len(more["prompt"]))
             runtime.abort_all()
         response = asked.result()
     assert response.status_code == 500

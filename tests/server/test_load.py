@@ -1,0 +1,74 @@
+"""Many clients at once: none gets another's answer, whoever vanishes meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from typing import Any
+
+import httpx
+import pytest
+
+from radixrt.runtime import Runtime
+from radixrt.server.app import Server
+from radixrt.server.limits import Limits
+from tests.support.serving import ANSWERS, GREEDY, QUESTIONS, Serving, until
+
+
+async def ask(client: httpx.AsyncClient, url: str, number: int) -> str:
+    """One request of a kind that follows from its number. Returns what became of it."""
+    source = random.Random(number)
+    which, kind = source.randrange(3), source.random()
+    stream = source.random() < 0.5
+    body: dict[str, Any] = {**GREEDY, "prompt": QUESTIONS[which], "stream": stream}
+    if kind < 0.05:
+        response = await client.post(url, json={**body, "temperature": -1})
+        assert response.status_code == 400
+        return "bad"
+    if kind < 0.1:
+        body |= {"max_tokens": 400, "ignore_eos": True, "stream": True}
+        async with client.stream("POST", url, json=body) as response:
+            async for _ in response.aiter_lines():
+                return "vanished"
+    response = await client.post(url, json=body)
+    if response.status_code == 429:
+        return "refused"
+    assert response.status_code == 200, response.text
+    if not stream:
+        text = response.json()["choices"][0]["text"]
+    else:
+        events = [line[6:] for line in response.text.splitlines() if line]
+        assert events[-1] == "[DONE]"
+        text = "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
+    assert text == ANSWERS[which]
+    return "answered"
+
+
+@pytest.mark.parametrize(
+    ("requests", "clients", "pending"),
+    [(400, 64, 56), pytest.param(10_000, 512, 16_384, marks=pytest.mark.long)],
+)
+def test_many_clients(requests: int, clients: int, pending: int, serving: Serving, runtime: Runtime) -> None:
+    url = f"{serving(Server(runtime, 'built-in', limits=Limits(pending=pending)))}/v1/completions"
+
+    async def everything() -> Counter[str]:
+        numbers, found = iter(range(requests)), Counter[str]()
+        limits = httpx.Limits(max_connections=clients)
+        async with httpx.AsyncClient(timeout=300, limits=limits) as client:
+
+            async def one_client() -> None:
+                for number in numbers:
+                    found[await ask(client, url, number)] += 1
+
+            await asyncio.gather(*(one_client() for _ in range(clients)))
+        return found
+
+    found = asyncio.run(everything())
+    assert found.total() == requests
+    assert found["answered"] > requests / 3
+    assert bool(found["refused"]) == (pending < clients)
+    until(lambda: not runtime.has_work)
+    stats = runtime.cache_stats()
+    assert stats.capacity == stats.free + stats.evictable
