@@ -209,7 +209,7 @@ def test_pending_answers_have_a_bound(serving: Serving, runtime: Runtime) -> Non
 
 def test_connections_have_a_bound(serving: Serving, runtime: Runtime) -> None:
     """An idle one is closed, and so is one whose head comes byte by byte, after a request as before one."""
-    url = serving(Server(runtime, "built-in", limits=Limits(connections=3, idle_seconds=1)))
+    url = serving(Server(runtime, "built-in", limits=Limits(connections=3, idle_seconds=2)))
     address = ("127.0.0.1", int(url.rpartition(":")[2]))
     with (
         socket.create_connection(address, timeout=10) as slow,
@@ -237,7 +237,7 @@ def test_connections_have_a_bound(serving: Serving, runtime: Runtime) -> None:
 )
 def test_a_client_that_does_not_read(path: str, body: Any, serving: Serving, runtime: Runtime) -> None:
     """Its connection ends, whether the server has all of the response to send or waits to send more."""
-    url = serving(Server(runtime, "built-in", limits=Limits(connections=2, idle_seconds=1)), send_buffer=4096)
+    url = serving(Server(runtime, "built-in", limits=Limits(connections=2, idle_seconds=2)), send_buffer=4096)
     content = json.dumps(body).encode()
     with socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
