@@ -80,7 +80,7 @@ class Served:
         return self._log.read_text()
 
     def ask(self, **more: Any) -> httpx.Response:
-        body = {"prompt": "Mira likes Oslo.", "temperature": 0, "max_tokens": 900, "ignore_eos": True, **more}
+        body = {"prompt": "Mira likes Oslo.", "temperature": 0, "max_tokens": 450, "ignore_eos": True, **more}
         return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
 
     def takes_connections(self) -> bool:
@@ -109,7 +109,7 @@ def test_a_signal_lets_what_runs_end(number: signal.Signals, tmp_path: Path) -> 
         answer = asked.result()
         assert served.process.wait(20) == 128 + number
     assert answer.status_code == 200
-    assert answer.json()["usage"]["completion_tokens"] == 900
+    assert answer.json()["usage"]["completion_tokens"] == 450
     assert "Traceback" not in served.told()
     assert f"cached tokens saved to {cache}" in served.told()
     if number == signal.SIGTERM:  # once: it takes seconds
