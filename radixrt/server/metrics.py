@@ -69,5 +69,10 @@ class _RuntimeNumbers:
             ("radixrt_waiting_requests", "Requests that wait for memory or a place", runtime.num_waiting),
             ("radixrt_pool_tokens", "Tokens that the KV pool holds at most", cache.capacity),
             ("radixrt_pool_free_tokens", "Tokens that it has room for without an eviction", cache.free),
+            (
+                "radixrt_pool_evictable_tokens",
+                "Cached tokens that no request holds",
+                cache.evictable,
+            ),
         ):
             yield GaugeMetricFamily(name, about, value=value)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -19,6 +15,7 @@ from radixrt.cli import main
 pytest.importorskip("fastapi", reason="fastapi is not installed: pip install 'radixrt[server]'")
 
 from radixrt.server.run import listening_socket
+from tests.support.serving import Served
 
 
 @pytest.mark.parametrize(
@@ -54,45 +51,6 @@ def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
         port = taken.getsockname()[1]
         assert main(["serve", "--port", str(port)]) == 2
     assert f"the server cannot listen at 127.0.0.1, port {port}" in capsys.readouterr().err
-
-
-class Served:
-    """`radixrt serve` with options, from its line that says where; ended in any case."""
-
-    def __init__(self, folder: Path, *options: str) -> None:
-        command = [sys.executable, "-m", "radixrt", "serve", "--port", "0", "--device", "cpu", *options]
-        self._log = folder / "err"
-        with self._log.open("w") as log:
-            self.process = subprocess.Popen(command, stderr=log)
-        while (found := re.search(r"at (http://\S+)/v1\n", self.told())) is None:
-            assert self.process.poll() is None, self.told()
-            time.sleep(0.02)
-        self.url = found[1]
-
-    def __enter__(self) -> Served:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def told(self) -> str:
-        return self._log.read_text()
-
-    def ask(self, **more: Any) -> httpx.Response:
-        body = {"prompt": "Mira likes Oslo.", "temperature": 0, "max_tokens": 450, "ignore_eos": True, **more}
-        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
-
-    def takes_connections(self) -> bool:
-        try:
-            httpx.get(f"{self.url}/health")
-        except httpx.TransportError as error:
-            return not isinstance(error, httpx.ConnectError)  # it may be taken, and closed
-        return True
-
-    def until_it_runs(self, count: int = 1) -> None:
-        while f"radixrt_running_requests {count}.0" not in httpx.get(f"{self.url}/metrics").text:
-            time.sleep(0.01)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -9,7 +9,6 @@ from collections import Counter
 from typing import Any
 
 import httpx
-import pytest
 
 from radixrt.runtime import Runtime
 from radixrt.server.app import Server
@@ -46,11 +45,8 @@ async def ask(client: httpx.AsyncClient, url: str, number: int) -> str:
     return "answered"
 
 
-@pytest.mark.parametrize(
-    ("requests", "clients", "pending"),
-    [(400, 64, 56), pytest.param(10_000, 512, 16_384, marks=pytest.mark.long)],
-)
-def test_many_clients(requests: int, clients: int, pending: int, serving: Serving, runtime: Runtime) -> None:
+def test_many_clients(serving: Serving, runtime: Runtime) -> None:
+    requests, clients, pending = 400, 64, 56
     url = f"{serving(Server(runtime, 'built-in', limits=Limits(pending=pending)))}/v1/completions"
 
     async def everything() -> Counter[str]:
@@ -68,7 +64,7 @@ def test_many_clients(requests: int, clients: int, pending: int, serving: Servin
     found = asyncio.run(everything())
     assert found.total() == requests
     assert found["answered"] > requests / 3
-    assert bool(found["refused"]) == (pending < clients)
+    assert found["refused"]
     until(lambda: not runtime.has_work)
     stats = runtime.cache_stats()
     assert stats.capacity == stats.free + stats.evictable

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -58,3 +61,42 @@ def held(runtime: Runtime) -> Iterator[None]:
             yield
         finally:
             let_go.set()
+
+
+class Served:
+    """`radixrt serve` with options, from its line that says where; ended in any case."""
+
+    def __init__(self, folder: Path, *options: str) -> None:  # its log is in the folder
+        command = [sys.executable, "-m", "radixrt", "serve", "--port", "0", "--device", "cpu", *options]
+        self._log = folder / "err"
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(command, stderr=log)
+        while (found := re.search(r"at (http://\S+)/v1\n", self.told())) is None:
+            assert self.process.poll() is None, self.told()
+            time.sleep(0.02)
+        self.url = found[1]
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def told(self) -> str:
+        return self._log.read_text()
+
+    def ask(self, **more: Any) -> httpx.Response:
+        body = {"prompt": "Mira likes Oslo.", "temperature": 0, "max_tokens": 450, "ignore_eos": True, **more}
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
+
+    def takes_connections(self) -> bool:
+        try:
+            httpx.get(f"{self.url}/health")
+        except httpx.TransportError as error:
+            return not isinstance(error, httpx.ConnectError)  # it may be taken, and closed
+        return True
+
+    def until_it_runs(self, count: int = 1) -> None:
+        while f"radixrt_running_requests {count}.0" not in httpx.get(f"{self.url}/metrics").text:
+            time.sleep(0.01)
