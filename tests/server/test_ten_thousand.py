@@ -125,7 +125,8 @@ def test_ten_thousand_requests_of_512_clients(tmp_path: Path) -> None:
                 memory.append(process.memory_info().rss)
         return clients
 
-    with Served(tmp_path) as served:
+    # A small pool: memory of a larger one would only be touched by and by.
+    with Served(tmp_path, "--max-total-tokens", "40000") as served:
         clients = asyncio.run(ask(served.url, psutil.Process(served.process.pid)))
         while (told := numbers(served.url))["radixrt_running_requests"] or told["radixrt_waiting_requests"]:
             assert served.process.poll() is None
