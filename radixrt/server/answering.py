@@ -15,7 +15,7 @@ from radixrt.output import RequestOutput, StreamChunk
 from radixrt.runtime import Runtime
 from radixrt.server.asked import Asked
 from radixrt.server.refusal import refusal_of
-from radixrt.server.responses import Events, json_bytes
+from radixrt.server.responses import Events, event_bytes, json_bytes
 from radixrt.text.chat import Chat
 from radixrt.text.token_spelling import TokenSpelling
 
@@ -31,12 +31,7 @@ class Answering:
 
     async def outputs(self, asked: Asked, tenant: str | None) -> list[RequestOutput]:
         """All answers to each prompt. Raises RadixrtError, also where none is whole."""
-        outputs = await self._runtime.async_generate(list(asked.prompts), asked.params, tenant=tenant)
-        assert isinstance(outputs, list)
-        reasons = {answer.finish_reason for output in outputs for answer in output.outputs}
-        if not any(reason.is_whole for reason in reasons):
-            raise PassError(outputs[0].failure)
-        return outputs
+        return whole_outputs(await self._runtime.async_generate(list(asked.prompts), asked.params, tenant=tenant))
 
     def body(self, asked: Asked, outputs: list[RequestOutput]) -> bytes:
         """The JSON of a whole answer."""
@@ -64,10 +59,10 @@ class Answering:
         offsets = [0] * asked.params.n  # characters of tokens that were told of, by answer
 
         def event(index: int, text: str | None, **more: Any) -> bytes:
-            return _event(chunk_body(asked.url, index, text, **more, **head))
+            return event_bytes(chunk_body(asked.url, index, text, **more, **head))
 
         async with aclosing(self._runtime.async_stream(asked.prompts[0], asked.params, tenant=tenant)) as chunks:
-            chunk = _sound(await anext(chunks))
+            chunk = sound(await anext(chunks))
             if asked.url == CHAT:
                 for index in range(asked.params.n):
                     yield event(index, None)
@@ -84,21 +79,26 @@ class Answering:
                         yield event(chunk.index, "", finish_reason=str(chunk.finish_reason))
                     if chunk.output is not None:
                         break
-                    chunk = _sound(await anext(chunks))
+                    chunk = sound(await anext(chunks))
             except RadixrtError as error:
-                yield _event(refusal_of(error).body())
+                yield event_bytes(refusal_of(error).body())
                 return
         if asked.wants_usage:
-            yield _event(usage_body(asked.url, chunk.output.usage, **head))
+            yield event_bytes(usage_body(asked.url, chunk.output.usage, **head))
         yield DONE
 
 
-def _sound(chunk: StreamChunk) -> StreamChunk:
+def whole_outputs(outputs: RequestOutput | list[RequestOutput]) -> list[RequestOutput]:
+    """The outputs of a call. Raises PassError where none of their answers is whole."""
+    assert isinstance(outputs, list)
+    reasons = {answer.finish_reason for output in outputs for answer in output.outputs}
+    if not any(reason.is_whole for reason in reasons):
+        raise PassError(outputs[0].failure)
+    return outputs
+
+
+def sound(chunk: StreamChunk) -> StreamChunk:
     """The chunk, unless it ends a request that has failed: PassError."""
     if chunk.output is not None and chunk.output.failure is not None:
         raise PassError(chunk.output.failure)
     return chunk
-
-
-def _event(body: dict[str, object]) -> bytes:
-    return b"data: " + json_bytes(body) + b"\n\n"

@@ -9,7 +9,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
@@ -17,9 +18,10 @@ from starlette.responses import Response
 from radixrt.checks import check_kind, check_prompt, short
 from radixrt.errors import ParameterError, PromptError, RadixrtError
 from radixrt.frontend.openai import CHAT, COMPLETIONS, asked_prompt
+from radixrt.output import RequestOutput
 from radixrt.runtime import Runtime
 from radixrt.server.answering import Answering
-from radixrt.server.asked import Asked, check_known, read_asked
+from radixrt.server.asked import check_known, read_asked
 from radixrt.server.body import gone, object_in, read_body
 from radixrt.server.hosts import KnownHosts
 from radixrt.server.limits import Limits
@@ -28,11 +30,38 @@ from radixrt.server.pending import Pending
 from radixrt.server.refusal import Refusal, refusal_of
 from radixrt.server.responses import Events, EventStream, JsonResponse, refused
 from radixrt.server.scoring import read_scores, scores_body
+from radixrt.server.sglang import GENERATE, Generating, read_generate
 from radixrt.server.tenants import Tenants
 from radixrt.text.tokenizer import Tokenizer
 from radixrt.version import __version__
 
 T = TypeVar("T")
+A = TypeVar("A", bound="WantsAnswers")
+A_contra = TypeVar("A_contra", bound="WantsAnswers", contravariant=True)
+
+
+class WantsAnswers(Protocol):
+    """What a body asks for, of any protocol."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def num_answers(self) -> int: ...
+
+    @property
+    def is_streamed(self) -> bool: ...
+
+
+class Answers(Protocol[A_contra]):
+    """Answers the bodies of a protocol: see `Answering`."""
+
+    async def outputs(self, asked: A_contra, tenant: str | None) -> list[RequestOutput]: ...
+
+    def body(self, asked: A_contra, outputs: list[RequestOutput]) -> bytes: ...
+
+    def events(self, asked: A_contra, tenant: str | None) -> Events: ...
+
 
 Endpoint = Callable[[Request, str | None], Awaitable[Response]]
 
@@ -77,6 +106,7 @@ class Server:
             ("POST", COMPLETIONS, self._completions),
             ("GET", "/v1/models", self._models),
             ("GET", "/v1/models/{name:path}", self._model),
+            ("POST", GENERATE, self._generate),
             ("POST", "/v1/score", self._score),
             ("POST", "/tokenize", self._tokenize),
             ("POST", "/detokenize", self._detokenize),
@@ -113,31 +143,36 @@ class Server:
     # -- answers -------------------------------------------------------------------------------------------
 
     async def _chat(self, request: Request, tenant: str | None) -> Response:
-        return await self._answer(CHAT, request, tenant)
+        return await self._answer(self._answering, partial(read_asked, CHAT), request, tenant)
 
     async def _completions(self, request: Request, tenant: str | None) -> Response:
-        return await self._answer(COMPLETIONS, request, tenant)
+        return await self._answer(self._answering, partial(read_asked, COMPLETIONS), request, tenant)
 
-    async def _answer(self, url: str, request: Request, tenant: str | None) -> Response:
+    async def _generate(self, request: Request, tenant: str | None) -> Response:
+        return await self._answer(Generating(self.runtime), read_generate, request, tenant)
+
+    async def _answer(
+        self, answering: Answers[A], read: Callable[..., A], request: Request, tenant: str | None
+    ) -> Response:
         given = await self._object(request)
-        asked = await self._in_thread(read_asked, url, given, self.runtime.default_params, self.limits)
+        asked = await self._in_thread(read, given, self.runtime.default_params, self.limits)
         if not asked.is_streamed:
             with self._pending.held(asked.num_answers):
                 self._begin_work()
-                outputs = await _while_connected(request, self._answering.outputs(asked, tenant))
-                return JsonResponse(await self._in_thread(self._answering.body, asked, outputs))
-        events = self._events(asked, tenant)
+                outputs = await _while_connected(request, answering.outputs(asked, tenant))
+                return JsonResponse(await self._in_thread(answering.body, asked, outputs))
+        events = self._events(answering, asked, tenant)
         try:  # a prompt that cannot be run is refused before a stream begins
             return EventStream(await _while_connected(request, anext(events)), events)
         except BaseException:
             await events.aclose()
             raise
 
-    async def _events(self, asked: Asked, tenant: str | None) -> Events:
+    async def _events(self, answering: Answers[A], asked: A, tenant: str | None) -> Events:
         began, is_first = time.perf_counter(), True
         with self._pending.held(asked.num_answers):
             self._begin_work()
-            async with aclosing(self._answering.events(asked, tenant)) as events:
+            async with aclosing(answering.events(asked, tenant)) as events:
                 async for event in events:
                     if is_first:  # it comes with the first token
                         self._metrics.first_token_seconds.labels(asked.url).observe(time.perf_counter() - began)
@@ -256,7 +291,8 @@ async def _disconnected(request: Request) -> None:
 
 async def _unknown(request: Request, error: Any) -> Response:
     known = (
-        "/v1/chat/completions, /v1/completions, /v1/models, /v1/score, /tokenize, /detokenize, /health, /metrics"
+        "/v1/chat/completions, /v1/completions, /v1/models, /v1/score, /generate, /tokenize, /detokenize, "
+        "/health, /metrics"
     )
     message = f"{request.method} {request.url.path[:200]} is not known; these are: {known}"
     return refused(Refusal(error.status_code, message, "unknown_url"))

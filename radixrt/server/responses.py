@@ -25,6 +25,11 @@ def json_bytes(value: object) -> bytes:
     return text.encode("utf-8", "backslashreplace")
 
 
+def event_bytes(value: object) -> bytes:
+    """A server-sent event."""
+    return b"data: " + json_bytes(value) + b"\n\n"
+
+
 class JsonResponse(Response):
     """A value as JSON; bytes are JSON already."""
 

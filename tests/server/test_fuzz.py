@@ -11,8 +11,10 @@ import httpx
 import pytest
 
 from radixrt.frontend import openai as protocol
+from radixrt.frontend.sampling_aliases import known_parameters
 from radixrt.runtime import Runtime
 from radixrt.server.app import Server
+from radixrt.server.sglang import GENERATE
 
 VALUES: list[Any] = [
     *(None, True, False, 0, 1, -1, 2**31, 2**63, 2**70, 10**300, 1e300, -0.0, 0.5, 1e-300),
@@ -40,18 +42,27 @@ VALUES: list[Any] = [
 ]
 
 
+def good_body(url: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """And where its parameters are: for OpenAI's endpoints, in itself."""
+    params: dict[str, Any] = {"max_tokens": 2}
+    if url == GENERATE:
+        own = ("input_ids", "return_logprob", "top_logprobs_num", "stream", "rid")
+        return {"text": "a", "sampling_params": params, **dict.fromkeys(own)}, params
+    prompt = {"messages": [{"role": "user", "content": "a"}]} if url == protocol.CHAT else {"prompt": "a"}
+    params |= prompt
+    return params, params
+
+
 def bodies(url: str, count: int) -> list[bytes]:
     """A good one with some parameters replaced, and now and then a byte of its text."""
     source = random.Random(0)
-    names = [*sorted(protocol._KNOWN[url]), "unknown", "\ud83d"]
-    good: dict[str, Any] = {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}
-    key = "messages" if url == protocol.CHAT else "prompt"
+    names = [*sorted(protocol._KNOWN[url] if url in protocol._KNOWN else known_parameters()), "unknown", "\ud83d"]
     made = []
     for place in range(count):
-        body = {key: good[key], "max_tokens": 2}
+        body, params = good_body(url)
         for _ in range(source.choice((1, 1, 1, 2, 3))):
-            # each parameter with each value first
-            body[source.choice(names)] = source.choice(VALUES)
+            place_of = params if source.random() < 0.7 else body
+            place_of[source.choice(names if place_of is params else [*body])] = source.choice(VALUES)
         text = bytearray(json.dumps(body).encode())
         if place % 10 == 0:
             text[source.randrange(len(text))] = source.randrange(256)
@@ -59,7 +70,7 @@ def bodies(url: str, count: int) -> list[bytes]:
     return made
 
 
-@pytest.mark.parametrize("url", [protocol.CHAT, protocol.COMPLETIONS])
+@pytest.mark.parametrize("url", [protocol.CHAT, protocol.COMPLETIONS, GENERATE])
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.long)])
 def test_odd_bodies(url: str, count: int, runtime: Runtime) -> None:
     async def ask() -> None:

@@ -1,0 +1,128 @@
+"""SGLang's `/generate`: prompts and sampling parameters in its names, and answers in its shape."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from radixrt.checks import check_int, check_kind, check_prompt
+from radixrt.errors import ParameterError, PromptError, RadixrtError
+from radixrt.frontend.openai import as_json
+from radixrt.frontend.sampling_aliases import sampling_params_from_dict
+from radixrt.output import RequestOutput
+from radixrt.runtime import Runtime
+from radixrt.sampling_params import MAX_LOGPROBS, SamplingParams
+from radixrt.server.answering import DONE, sound, whole_outputs
+from radixrt.server.asked import check_known, check_size
+from radixrt.server.limits import Limits
+from radixrt.server.refusal import refusal_of
+from radixrt.server.responses import Events, event_bytes, json_bytes
+
+GENERATE = "/generate"
+
+
+@dataclass(frozen=True)
+class AskedGenerate:
+    """One body.
+
+    Attributes:
+        prompts, params: of each prompt its own.
+        is_listed: whether answers are a list, though there may be one.
+        is_streamed: whether events are to come as the answer does.
+    """
+
+    prompts: list[str | list[int]]
+    params: list[SamplingParams]
+    is_listed: bool
+    is_streamed: bool
+    url = GENERATE
+
+    @property
+    def num_answers(self) -> int:
+        return sum(params.n for params in self.params)
+
+
+def read_generate(given: dict[str, Any], defaults: SamplingParams, limits: Limits) -> AskedGenerate:
+    """What a body without what is null asks for. Raises ParameterError or PromptError, by name."""
+    check_known(
+        given, "text", "input_ids", "sampling_params", "return_logprob", "top_logprobs_num", "stream", "rid"
+    )
+    if "rid" in given:
+        raise ParameterError("rid is not supported: meta_info has the id that the server gives a request")
+    name = "text" if "text" in given else "input_ids"
+    if given.keys() >= {"text", "input_ids"} or name not in given:
+        raise PromptError("the body must have text or input_ids, and not both")
+    prompt = given[name]
+    several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
+    prompts: list[Any] = [check_prompt(name, one) for one in (prompt if several else [prompt])]
+    wanted = str if name == "text" else list
+    if not all(isinstance(one, wanted) for one in prompts):
+        raise PromptError(f"{name} must be {'strings' if name == 'text' else 'token ids'}")
+    is_streamed, wants_logprobs = (_flag(given, flag) for flag in ("stream", "return_logprob"))
+    top = check_int("top_logprobs_num", given.get("top_logprobs_num", 0), 0, MAX_LOGPROBS)
+    asked = given.get("sampling_params", {})
+    listed = asked if isinstance(asked, list) else [asked] * len(prompts)
+    if len(listed) != len(prompts):
+        raise ParameterError(f"sampling_params are {len(listed)}, and prompts {len(prompts)}")
+    params = [
+        sampling_params_from_dict(check_kind("sampling_params", one, dict, "an object"), defaults)
+        for one in listed
+    ]
+    if wants_logprobs:
+        params = [replace(one, logprobs=top) for one in params]
+    elif top:
+        raise ParameterError("top_logprobs_num needs return_logprob")
+    check_size(len(prompts), max(one.n for one in params), limits)
+    if is_streamed and (several or params[0].n > 1):
+        raise ParameterError("a stream has one prompt and one answer")
+    return AskedGenerate(prompts, params, several or params[0].n > 1, is_streamed)
+
+
+def _flag(given: dict[str, Any], name: str) -> bool:
+    if not isinstance(value := given.get(name, False), bool):
+        raise ParameterError(f"{name} is {as_json(value)}; it must be true or false")
+    return value
+
+
+class Generating:
+    """Answers such bodies by a Runtime, as `Answering` does OpenAI's."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    async def outputs(self, asked: AskedGenerate, tenant: str | None) -> list[RequestOutput]:
+        """All answers to each prompt. Raises RadixrtError, also where none is whole."""
+        return whole_outputs(await self._runtime.async_generate(asked.prompts, asked.params, tenant=tenant))
+
+    def body(self, asked: AskedGenerate, outputs: list[RequestOutput]) -> bytes:
+        """The JSON of a whole answer."""
+        answers = [_shown(answer) for output in outputs for answer in output.split()]
+        return json_bytes(answers if asked.is_listed else answers[0])
+
+    async def events(self, asked: AskedGenerate, tenant: str | None) -> Events:
+        """Server-sent events, each with all text so far. Raises RadixrtError before the first one where the prompt
+        cannot run; what goes wrong later is the last event.
+        """
+        text, ids = "", list[int]()
+        stream = self._runtime.async_stream(asked.prompts[0], asked.params[0], tenant=tenant)
+        async with aclosing(stream) as chunks:
+            chunk = sound(await anext(chunks))
+            try:
+                while chunk.output is None:
+                    text += chunk.text
+                    ids += chunk.token_ids
+                    meta = {"id": str(chunk.request_id), "finish_reason": None, "completion_tokens": len(ids)}
+                    yield event_bytes({"text": text, "output_ids": ids, "meta_info": meta})
+                    chunk = sound(await anext(chunks))
+            except RadixrtError as error:
+                yield event_bytes(refusal_of(error).body())
+                return
+        yield event_bytes(_shown(chunk.output))
+        yield DONE
+
+
+def _shown(output: RequestOutput) -> dict[str, Any]:
+    shown = output.to_dict()
+    shown["meta_info"]["id"] = str(output.id)
+    return shown
