@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from radixrt.batch.options import BatchOptions
+    from radixrt.cache.radix_tree import RadixTree
     from radixrt.report.batch_report import BatchReport
 
 _Built = tuple[list[RequestOutput], list[Request]]  # of prompts that cannot run, and for those that can
@@ -433,9 +434,15 @@ class Runtime:
                 return " ".join(map(str, tokens.tolist()))
             return self.tokenizer.decode(tokens, skip_special_tokens=False)
 
-        tree = self.parts.cache.tree
-        view = self._driver.between_passes(lambda: view_tree(tree, show, max_nodes=max_nodes))
+        view = self.read_tree(lambda tree: view_tree(tree, show, max_nodes=max_nodes))
         (console or Console()).print(view)
+
+    def read_tree(self, read: Callable[[RadixTree], T]) -> T:
+        """What `read` returns of the tree of prefixes, after the current pass; from any thread.
+
+        Passes wait for it: it is to be quick, and to change nothing.
+        """
+        return self._driver.between_passes(lambda: read(self.parts.cache.tree))
 
     def flush_cache(self) -> int:
         """Forget all prefixes that no running request uses. Returns how many tokens were forgotten."""

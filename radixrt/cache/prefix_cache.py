@@ -252,7 +252,7 @@ class PrefixCache(CountsHits):
         if len(slots):
             node, loaded = self._load(node, namespace, tokens[: match.length], slots)
             matched += loaded
-        self.tree.touch(node)
+        self.tree.touch(node, hits=1)
         if matched:
             self.rows.write(row, 0, self.tree.slots_of(node))
         self.allocated_lens[row] = matched
@@ -324,6 +324,8 @@ class PrefixCache(CountsHits):
         if len(given_up := own[max(0, lease.lent_end - start) : duplicates]):
             self._defer_free(Pending(self.passes_launched, given_up, len(given_up)))
         self.tree.lock(node, until=lease.node)
+        if lender is not None:
+            self._count_borrowed(lease, node, computed)
         lease.node, lease.committed, lease.tokens = node, computed, tokens
         if lender is not None and computed >= lease.lent_end:
             lender.borrowers.remove(lease)
@@ -487,6 +489,12 @@ class PrefixCache(CountsHits):
             if end > lease.committed:  # else it ends inside an edge
                 return node, end
         return lease.node, lease.committed
+
+    def _count_borrowed(self, lease: Lease, end: Node, computed: int) -> None:
+        """Count what a lease has borrowed of the path that it publishes as hits: the tree has it only now."""
+        for node in self.tree.path(end, until=lease.node):
+            computed -= len(node.tokens)
+            node.hits += computed < lease.lent_end
 
     def _bequeath(self, lease: Lease) -> int:
         """End the loans of a released lease: who borrowed most of it owns that, and lends it to the others.

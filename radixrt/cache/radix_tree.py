@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
@@ -55,6 +56,8 @@ class Node:
     num_children: list[int] = field(default_factory=lambda: [0, 0])  # by tier: those that are there
     lock: int = 0  # live requests whose path crosses this node; it is on the device then
     last_access: int = 0
+    touched_at: float = 0.0  # `time.monotonic` then; 0: before it came here, from a kept cache
+    hits: int = 0  # requests that found it when they were admitted, or borrowed it
 
 
 def is_leaf(node: Node, tier: int) -> bool:
@@ -234,11 +237,13 @@ class RadixTree:
         self.offer(node, DEVICE)
         return node, _joined(canonical)
 
-    def touch(self, end: Node) -> None:
-        """Mark a path as used now."""
+    def touch(self, end: Node, hits: int = 0) -> None:
+        """Mark a path as used now, by so many requests that found it."""
         self._clock += 1
+        now = time.monotonic()
         for node in self.path(end):
-            node.last_access = self._clock
+            node.last_access, node.touched_at = self._clock, now
+            node.hits += hits
 
     def lock(self, end: Node, until: Node | None = None) -> None:
         """Count one more live request on a path on the device; with `until`, on its part below that ancestor."""
@@ -331,6 +336,7 @@ class RadixTree:
             return node
         upper = Node(node.tokens[:at], node.parent, node.namespace, [None, None])
         upper.lock, upper.last_access = node.lock, node.last_access
+        upper.touched_at, upper.hits = node.touched_at, node.hits
         for tier, slots in enumerate(node.slots):
             if slots is not None:
                 upper.slots[tier], node.slots[tier] = slots[:at], slots[at:]
