@@ -6,20 +6,23 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
 from radixrt.errors import PassError, RadixrtError
 from radixrt.frontend.openai import CHAT, answer_body, chunk_body, logprobs_body, shown_logprobs, usage_body
-from radixrt.output import RequestOutput, StreamChunk
+from radixrt.output import RequestOutput, StreamChunk, Usage
 from radixrt.runtime import Runtime
 from radixrt.server.asked import Asked
 from radixrt.server.refusal import refusal_of
-from radixrt.server.responses import Events, event_bytes, json_bytes
+from radixrt.server.responses import Events, event_bytes
 from radixrt.text.chat import Chat
 from radixrt.text.token_spelling import TokenSpelling
 
 DONE = b"data: [DONE]\n\n"
+
+OnEnd = Callable[[str, list[Usage]], None]  # gets the id of an answer, and counts of its prompts
 
 
 class Answering:
@@ -33,8 +36,8 @@ class Answering:
         """All answers to each prompt. Raises RadixrtError, also where none is whole."""
         return whole_outputs(await self._runtime.async_generate(list(asked.prompts), asked.params, tenant=tenant))
 
-    def body(self, asked: Asked, outputs: list[RequestOutput]) -> bytes:
-        """The JSON of a whole answer."""
+    def body(self, asked: Asked, outputs: list[RequestOutput]) -> tuple[str, dict[str, object]]:
+        """The id of a whole answer, and the answer."""
         body = answer_body(
             asked.url,
             outputs,
@@ -44,16 +47,16 @@ class Answering:
             created=int(time.time()),
             spelling=self._spelling,
         )
-        return json_bytes(body)
+        return str(body["id"]), body
 
     def _text(self, prompt: str | list[int] | Chat) -> str:
         if isinstance(prompt, list) and self._runtime.tokenizer is not None:
             return self._runtime.tokenizer.decode(prompt, skip_special_tokens=False)
         return prompt if isinstance(prompt, str) else ""
 
-    async def events(self, asked: Asked, tenant: str | None) -> Events:
+    async def events(self, asked: Asked, tenant: str | None, on_end: OnEnd) -> Events:
         """The server-sent events of the answers to one prompt. Raises RadixrtError before the first one where it
-        cannot run; what goes wrong later is the last event.
+        cannot run; what goes wrong later is the last event. `on_end` is called if all went well.
         """
         head: Any = {"id_digest": uuid.uuid4().hex, "model": asked.model, "created": int(time.time())}
         offsets = [0] * asked.params.n  # characters of tokens that were told of, by answer
@@ -83,8 +86,10 @@ class Answering:
             except RadixrtError as error:
                 yield event_bytes(refusal_of(error).body())
                 return
+        counts = usage_body(asked.url, chunk.output.usage, **head)
+        on_end(str(counts["id"]), [chunk.output.usage])
         if asked.wants_usage:
-            yield event_bytes(usage_body(asked.url, chunk.output.usage, **head))
+            yield event_bytes(counts)
         yield DONE
 
 

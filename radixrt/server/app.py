@@ -18,19 +18,22 @@ from starlette.responses import Response
 from radixrt.checks import check_kind, check_prompt, short
 from radixrt.errors import ParameterError, PromptError, RadixrtError
 from radixrt.frontend.openai import CHAT, COMPLETIONS, asked_prompt
-from radixrt.output import RequestOutput
+from radixrt.output import RequestOutput, Usage
 from radixrt.runtime import Runtime
-from radixrt.server.answering import Answering
+from radixrt.server.answering import Answering, OnEnd
 from radixrt.server.asked import check_known, read_asked
 from radixrt.server.body import gone, object_in, read_body
 from radixrt.server.hosts import KnownHosts
 from radixrt.server.limits import Limits
 from radixrt.server.metrics import CONTENT_TYPE, Metrics
+from radixrt.server.page import page
 from radixrt.server.pending import Pending
+from radixrt.server.recent import Recent
 from radixrt.server.refusal import Refusal, refusal_of
-from radixrt.server.responses import Events, EventStream, JsonResponse, refused
-from radixrt.server.scoring import read_scores, scores_body
+from radixrt.server.responses import Events, EventStream, JsonResponse, json_bytes, refused
+from radixrt.server.scoring import read_scores, scores_body, usage_of
 from radixrt.server.sglang import GENERATE, Generating, read_generate
+from radixrt.server.state import States
 from radixrt.server.tenants import Tenants
 from radixrt.text.tokenizer import Tokenizer
 from radixrt.version import __version__
@@ -58,9 +61,9 @@ class Answers(Protocol[A_contra]):
 
     async def outputs(self, asked: A_contra, tenant: str | None) -> list[RequestOutput]: ...
 
-    def body(self, asked: A_contra, outputs: list[RequestOutput]) -> bytes: ...
+    def body(self, asked: A_contra, outputs: list[RequestOutput]) -> tuple[str, object]: ...
 
-    def events(self, asked: A_contra, tenant: str | None) -> Events: ...
+    def events(self, asked: A_contra, tenant: str | None, on_end: OnEnd) -> Events: ...
 
 
 Endpoint = Callable[[Request, str | None], Awaitable[Response]]
@@ -93,7 +96,8 @@ class Server:
         self._tenants, self._hosts = tenants or Tenants(), hosts
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="radixrt-server")
         self._answering, self._metrics = Answering(runtime), Metrics(runtime)
-        self._pending = Pending(self.limits.pending)
+        self._pending, self._recent = Pending(self.limits.pending), Recent()
+        self._states = States(runtime, name, self._recent, has_tenants=bool(self._tenants), status=self._status)
         self._began = int(time.time())
         self._work_began = time.monotonic()
         self._last_pass = runtime.activity().passes, time.monotonic()  # their number, and when it was new
@@ -111,9 +115,11 @@ class Server:
             ("POST", "/tokenize", self._tokenize),
             ("POST", "/detokenize", self._detokenize),
             ("GET", "/metrics", self._numbers),
+            ("GET", "/state", self._state),
         ):
             app.add_api_route(path, self._guarded(path, endpoint), methods=[method])
         app.add_api_route("/health", self._health, methods=["GET"])
+        app.add_api_route("/", self._shown, methods=["GET"])
         app.add_exception_handler(404, _unknown)
         app.add_exception_handler(405, _unknown)
         app.add_exception_handler(Exception, _failed)
@@ -156,11 +162,13 @@ class Server:
     ) -> Response:
         given = await self._object(request)
         asked = await self._in_thread(read, given, self.runtime.default_params, self.limits)
+        began = time.perf_counter()
         if not asked.is_streamed:
             with self._pending.held(asked.num_answers):
                 self._begin_work()
                 outputs = await _while_connected(request, answering.outputs(asked, tenant))
-                return JsonResponse(await self._in_thread(answering.body, asked, outputs))
+                on_end = partial(self._note, tenant, began)
+                return JsonResponse(await self._in_thread(_told, answering, asked, outputs, on_end))
         events = self._events(answering, asked, tenant)
         try:  # a prompt that cannot be run is refused before a stream begins
             return EventStream(await _while_connected(request, anext(events)), events)
@@ -172,13 +180,17 @@ class Server:
         began, is_first = time.perf_counter(), True
         with self._pending.held(asked.num_answers):
             self._begin_work()
-            async with aclosing(answering.events(asked, tenant)) as events:
+            on_end = partial(self._note, tenant, began)
+            async with aclosing(answering.events(asked, tenant, on_end)) as events:
                 async for event in events:
                     if is_first:  # it comes with the first token
                         self._metrics.first_token_seconds.labels(asked.url).observe(time.perf_counter() - began)
                         is_first = False
                     yield event
         self._metrics.seconds.labels(asked.url).observe(time.perf_counter() - began)
+
+    def _note(self, tenant: str | None, began: float, answer_id: str, usages: list[Usage]) -> None:
+        self._recent.note(tenant, answer_id, usages, time.perf_counter() - began)
 
     async def _object(self, request: Request) -> dict[str, Any]:
         """The object of a request's body. Raises Refusal, or RadixrtError where nothing can be answered."""
@@ -201,12 +213,15 @@ class Server:
     async def _score(self, request: Request, tenant: str | None) -> Response:
         given = await self._object(request)
         asked = await self._in_thread(read_scores, given, self.limits)
+        began = time.perf_counter()
         with self._pending.held(asked.num_scores):
             self._begin_work()
             labels = [[[label] for label in asked.labels]] * len(asked.prompts)
             work = self.runtime.async_score(asked.prompts, labels, tenant=tenant)
             scored: Any = await _while_connected(request, work)
-        return JsonResponse(await self._in_thread(scores_body, asked, scored))
+        body = await self._in_thread(scores_body, asked, scored)
+        self._note(tenant, began, body["id"], [usage_of(scored)])
+        return JsonResponse(body)
 
     # -- the rest ------------------------------------------------------------------------------------------
 
@@ -253,6 +268,10 @@ class Server:
 
     async def _health(self) -> Response:
         """200 while passes advance, or nothing is to do; 503 otherwise, and while the server drains."""
+        status = self._status()
+        return JsonResponse({"status": status}, 200 if status == "ok" else 503)
+
+    def _status(self) -> str:
         passes, now = self.runtime.activity().passes, time.monotonic()
         if passes != self._last_pass[0]:
             self._last_pass = passes, now
@@ -260,13 +279,25 @@ class Server:
             self._check_works()
             stalled = now - max(self._last_pass[1], self._work_began) if self.runtime.has_work else 0.0
         except (Refusal, RadixrtError) as error:
-            return JsonResponse({"status": str(error)}, 503)
-        if stalled > self.limits.stalled_seconds:
-            return JsonResponse({"status": f"no pass for {stalled:.0f} s"}, 503)
-        return JsonResponse({"status": "ok"})
+            return str(error)
+        return f"no pass for {stalled:.0f} s" if stalled > self.limits.stalled_seconds else "ok"
+
+    async def _shown(self) -> Response:
+        """The page, which needs no key: it asks for one, and for `/state` with it."""
+        return page()
+
+    async def _state(self, request: Request, tenant: str | None) -> Response:
+        return JsonResponse(await self._states.of(tenant), headers={"Cache-Control": "no-store"})
 
     async def _numbers(self, request: Request, tenant: str | None) -> Response:
         return Response(await self._in_thread(self._metrics.text), media_type=CONTENT_TYPE)
+
+
+def _told(answering: Answers[A], asked: A, outputs: list[RequestOutput], on_end: OnEnd) -> bytes:
+    """The JSON of a whole answer."""
+    answer_id, body = answering.body(asked, outputs)
+    on_end(answer_id, [output.usage for output in outputs])
+    return json_bytes(body)
 
 
 async def _while_connected(request: Request, work: Awaitable[T]) -> T:
@@ -292,7 +323,7 @@ async def _disconnected(request: Request) -> None:
 async def _unknown(request: Request, error: Any) -> Response:
     known = (
         "/v1/chat/completions, /v1/completions, /v1/models, /v1/score, /generate, /tokenize, /detokenize, "
-        "/health, /metrics"
+        "/health, /metrics, /, /state"
     )
     message = f"{request.method} {request.url.path[:200]} is not known; these are: {known}"
     return refused(Refusal(error.status_code, message, "unknown_url"))

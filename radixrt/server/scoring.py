@@ -70,15 +70,19 @@ def scores_body(asked: AskedScores, scored: Sequence[Sequence[ScoreOutput]]) -> 
     scores = [[math.exp(score.logprob) for score in own] for own in scored]
     if asked.is_softmax:
         scores = [_softmax([score.logprob for score in own]) for own in scored]
+    head = {"id": f"score-{uuid.uuid4().hex}", "object": "scoring", "created": int(time.time())}
+    return {**head, "model": asked.model, "scores": scores, "usage": usage_fields(usage_of(scored))}
+
+
+def usage_of(scored: Sequence[Sequence[ScoreOutput]]) -> Usage:
+    """The counts of all prompts."""
     contexts = [own[0].usage for own in scored]  # its first label's, which is the last token
-    usage = Usage(
+    return Usage(
         prompt_tokens=sum(one.prompt_tokens - 1 for one in contexts),
         cached_tokens=sum(one.cached_tokens for one in contexts),
         computed_tokens=sum(one.computed_tokens - 1 for one in contexts),
         completion_tokens=0,
     )
-    head = {"id": f"score-{uuid.uuid4().hex}", "object": "scoring", "created": int(time.time())}
-    return {**head, "model": asked.model, "scores": scores, "usage": usage_fields(usage)}
 
 
 def _softmax(logprobs: Sequence[float]) -> list[float]:

@@ -13,11 +13,11 @@ from radixrt.frontend.sampling_aliases import sampling_params_from_dict
 from radixrt.output import RequestOutput
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import MAX_LOGPROBS, SamplingParams
-from radixrt.server.answering import DONE, sound, whole_outputs
+from radixrt.server.answering import DONE, OnEnd, sound, whole_outputs
 from radixrt.server.asked import check_known, check_size
 from radixrt.server.limits import Limits
 from radixrt.server.refusal import refusal_of
-from radixrt.server.responses import Events, event_bytes, json_bytes
+from radixrt.server.responses import Events, event_bytes
 
 GENERATE = "/generate"
 
@@ -95,14 +95,14 @@ class Generating:
         """All answers to each prompt. Raises RadixrtError, also where none is whole."""
         return whole_outputs(await self._runtime.async_generate(asked.prompts, asked.params, tenant=tenant))
 
-    def body(self, asked: AskedGenerate, outputs: list[RequestOutput]) -> bytes:
-        """The JSON of a whole answer."""
+    def body(self, asked: AskedGenerate, outputs: list[RequestOutput]) -> tuple[str, object]:
+        """The id of a whole answer, which is the first prompt's, and the answer."""
         answers = [_shown(answer) for output in outputs for answer in output.split()]
-        return json_bytes(answers if asked.is_listed else answers[0])
+        return str(outputs[0].id), answers if asked.is_listed else answers[0]
 
-    async def events(self, asked: AskedGenerate, tenant: str | None) -> Events:
+    async def events(self, asked: AskedGenerate, tenant: str | None, on_end: OnEnd) -> Events:
         """Server-sent events, each with all text so far. Raises RadixrtError before the first one where the prompt
-        cannot run; what goes wrong later is the last event.
+        cannot run; what goes wrong later is the last event. `on_end` is called if all went well.
         """
         text, ids = "", list[int]()
         stream = self._runtime.async_stream(asked.prompts[0], asked.params[0], tenant=tenant)
@@ -118,6 +118,7 @@ class Generating:
             except RadixrtError as error:
                 yield event_bytes(refusal_of(error).body())
                 return
+        on_end(str(chunk.output.id), [chunk.output.usage])
         yield event_bytes(_shown(chunk.output))
         yield DONE
 
