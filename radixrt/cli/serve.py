@@ -6,12 +6,13 @@ import argparse
 import importlib.util
 import ipaddress
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from radixrt.builtin import MODEL_PATH
 from radixrt.cli.exit_status import DONE, SIGNALLED
-from radixrt.cli.kept_cache import runtime_with_cache
+from radixrt.cli.kept_cache import model_place, runtime_with_cache
 from radixrt.cli.options import add_command, add_runtime_options, runtime_options
 from radixrt.engine.signals import Interrupted
 from radixrt.errors import ParameterError
@@ -25,6 +26,12 @@ examples:
 
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
       -d '{"model": "any", "messages": [{"role": "user", "content": "Hello!"}]}'
+
+  radixrt serve --model FOLDER_OR_ID --admin-socket admin.sock
+  curl --unix-socket admin.sock -X POST http://localhost/flush
+  curl --unix-socket admin.sock http://localhost/save -d '{"path": "kept-cache"}'
+
+http://127.0.0.1:8000/ is a page that shows the tree of cached prefixes as it lives.
 
 A file of API keys has a key of at least 16 characters a line. Each key is a tenant with a cache of its own, so
 that nobody can time what others have asked. Without keys the server listens to this machine alone.
@@ -63,6 +70,12 @@ def add_serve_command(commands: Any) -> None:
     option(
         "--drain-seconds", type=int, default=60, metavar="N", help="for what runs, once the server is to end (60)"
     )
+    option(
+        "--admin-socket",
+        type=Path,
+        metavar="PATH",
+        help="a Unix socket, for this user alone, that takes POST /flush and POST /save",
+    )
     add_runtime_options(parser)
 
 
@@ -70,9 +83,11 @@ def _serve(arguments: argparse.Namespace) -> int:
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(package) is None:
             raise ParameterError(f"a server needs packages that are not installed: {INSTALL}")
+    from radixrt.server.admin import Admin
     from radixrt.server.app import Server
     from radixrt.server.hosts import LOOPBACK
     from radixrt.server.limits import Limits
+    from radixrt.server.local_socket import local_socket
     from radixrt.server.run import Listener, listening_socket
     from radixrt.server.tenants import Tenants
 
@@ -88,8 +103,12 @@ def _serve(arguments: argparse.Namespace) -> int:
         )
     model = runtime_options(arguments).get("model", MODEL_PATH)
     name = arguments.model_name or ("built-in" if model == MODEL_PATH else str(model).rstrip("/"))
-    socket = listening_socket(arguments.host, arguments.port)  # before the model is loaded
-    with socket, runtime_with_cache(arguments) as runtime:
+    path = arguments.admin_socket
+    with (
+        listening_socket(arguments.host, arguments.port) as socket,  # both before the model is loaded
+        nullcontext() if path is None else local_socket(path) as admin_socket,
+        runtime_with_cache(arguments) as runtime,
+    ):
         host, port = socket.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         server = Server(
@@ -103,6 +122,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             server,
             arguments.drain_seconds,
             on_start=lambda: print(f"radixrt serves {name} at {url}", file=sys.stderr, flush=True),
+            admin=None if admin_socket is None else (Admin(runtime, model_place(arguments)), admin_socket),
         )
         listener.run(sockets=[socket])
         ended_by = listener.signal

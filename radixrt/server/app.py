@@ -30,7 +30,7 @@ from radixrt.server.page import page
 from radixrt.server.pending import Pending
 from radixrt.server.recent import Recent
 from radixrt.server.refusal import Refusal, refusal_of
-from radixrt.server.responses import Events, EventStream, JsonResponse, json_bytes, refused
+from radixrt.server.responses import Events, EventStream, JsonResponse, failed, json_bytes, refused
 from radixrt.server.scoring import read_scores, scores_body, usage_of
 from radixrt.server.sglang import GENERATE, Generating, read_generate
 from radixrt.server.state import States
@@ -122,7 +122,7 @@ class Server:
         app.add_api_route("/", self._shown, methods=["GET"])
         app.add_exception_handler(404, _unknown)
         app.add_exception_handler(405, _unknown)
-        app.add_exception_handler(Exception, _failed)
+        app.add_exception_handler(Exception, failed)
         if self._hosts is not None:
             app.add_middleware(KnownHosts, names=self._hosts)
         return app
@@ -220,7 +220,7 @@ class Server:
             work = self.runtime.async_score(asked.prompts, labels, tenant=tenant)
             scored: Any = await _while_connected(request, work)
         body = await self._in_thread(scores_body, asked, scored)
-        self._note(tenant, began, body["id"], [usage_of(scored)])
+        self._note(tenant, began, str(body["id"]), [usage_of(scored)])
         return JsonResponse(body)
 
     # -- the rest ------------------------------------------------------------------------------------------
@@ -327,8 +327,3 @@ async def _unknown(request: Request, error: Any) -> Response:
     )
     message = f"{request.method} {request.url.path[:200]} is not known; these are: {known}"
     return refused(Refusal(error.status_code, message, "unknown_url"))
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    """Of a defect, which uvicorn then logs with its traceback."""
-    return refused(Refusal(500, "the server has failed at this request; its log has more", "failed"))

@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -42,6 +43,11 @@ class JsonResponse(Response):
 def refused(refusal: Refusal) -> Response:
     """The response to a request that gets no answer."""
     return JsonResponse(refusal.body(), refusal.status, refusal.headers)
+
+
+async def failed(request: Request, error: Exception) -> Response:
+    """The response after a defect, which uvicorn then logs with its traceback."""
+    return refused(Refusal(500, "the server has failed at this request; its log has more", "failed"))
 
 
 class EventStream(StreamingResponse):

@@ -6,15 +6,19 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from radixrt.errors import ParameterError
+from radixrt.server.admin import Admin
 from radixrt.server.app import Server
+from radixrt.server.limits import Limits
 
 _MAX_HEADER_BYTES = 65_536
 _CUT_SECONDS = 5  # for requests that are cut; uvicorn cancels what is left, with tracebacks
@@ -46,27 +50,31 @@ class Listener(uvicorn.Server):
         force_exit: whether a second one has come.
     """
 
-    def __init__(self, server: Server, drain_seconds: int, on_start: Callable[[], None] = lambda: None) -> None:
-        config = Config(
-            server.app(),
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            lifespan="off",
-            h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
-            limit_concurrency=server.limits.connections,
-            timeout_keep_alive=server.limits.idle_seconds,
-            timeout_graceful_shutdown=drain_seconds + _CUT_SECONDS,
-            http=_Protocol,
-            ws="none",
-        )
-        super().__init__(config)
+    def __init__(
+        self,
+        server: Server,
+        drain_seconds: int,
+        on_start: Callable[[], None] = lambda: None,
+        admin: tuple[Admin, socket.socket] | None = None,
+    ) -> None:
+        """With `admin`, its actions are served beside, at that socket, until the server has ended."""
+        super().__init__(_config(server.app(), server.limits, drain_seconds + _CUT_SECONDS))
         self.signal: int | None = None
-        self._server, self._drain_seconds, self._on_start = server, drain_seconds, on_start
+        self._server, self._drain_seconds, self._on_start, self._admin = server, drain_seconds, on_start, admin
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        await super().serve(sockets)
+        if self._admin is None:
+            await super().serve(sockets)
+            return
+        admin, bound = self._admin
+        beside = _Beside(_config(admin.app(), self._server.limits, _CUT_SECONDS))
+        served = asyncio.ensure_future(beside.serve([bound]))
+        try:
+            await super().serve(sockets)
+        finally:
+            beside.should_exit = True
+            await served
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -86,6 +94,14 @@ class Listener(uvicorn.Server):
         """Let the requests end as if their clients had gone away."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()
+
+
+class _Beside(uvicorn.Server):
+    """A second server in a Listener's loop: signals are the Listener's."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 class _Protocol(H11Protocol):
@@ -131,3 +147,19 @@ class _Protocol(H11Protocol):
 def _cancel(timer: asyncio.TimerHandle | None) -> None:
     if timer is not None:
         timer.cancel()
+
+
+def _config(app: FastAPI, limits: Limits, end_seconds: int) -> Config:
+    return Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+        limit_concurrency=limits.connections,
+        timeout_keep_alive=limits.idle_seconds,
+        timeout_graceful_shutdown=end_seconds,
+        http=_Protocol,
+        ws="none",
+    )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import socket
+import stat
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +30,9 @@ from tests.support.serving import Served
         (["--api-key-file", "empty"], "empty must have an API key a line"),
         (["--port", "70000"], "port is 70000; it must be 0 to 65535"),
         (["--max-pending", "0"], "max_pending is 0"),
+        (["--admin-socket", "short"], "short is there and is no socket; give another name"),
+        (["--admin-socket", "nothing/there"], "the server cannot listen at nothing/there: No such file"),
+        (["--admin-socket", "n" * 200], "AF_UNIX path too long"),
         (["--model", "nothing/there/here"], "there is no folder nothing/there/here"),
     ],
 )
@@ -99,3 +104,28 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
         assert isinstance(asked.exception(), httpx.TransportError)
     assert "Traceback" not in served.told()
     assert not cache.exists()
+
+
+def test_an_admin_socket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is there while the server is, also while it drains, and for one server alone."""
+    path, cache = tmp_path / "admin", tmp_path / "cache"
+    socket.socket(socket.AF_UNIX).bind(str(path))  # as one that was killed has left it
+    with Served(tmp_path, "--admin-socket", str(path)) as served, ThreadPoolExecutor() as threads:
+        assert main(["serve", "--port", "0", "--admin-socket", str(path)]) == 2
+        assert f"a server listens at {path} already" in capsys.readouterr().err
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        served.ask(max_tokens=1)
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost") as admin:
+            saved = admin.post("/save", json={"path": str(cache)}, timeout=60).json()
+            asked = threads.submit(served.ask)
+            served.until_it_runs()
+            served.process.send_signal(signal.SIGTERM)
+            flushed = admin.post("/flush")
+        assert asked.result().json()["usage"]["completion_tokens"] == 300
+        assert served.process.wait(20) == 128 + signal.SIGTERM
+    assert saved["saved_tokens"] > 0
+    assert flushed.status_code == 200
+    assert not path.exists()
+    assert "Traceback" not in served.told()
+    with Served(tmp_path, "--load-cache", str(cache)) as served:
+        assert served.ask(max_tokens=1).json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0

@@ -13,6 +13,7 @@ pytest.importorskip("fastapi", reason="fastapi is not installed: pip install 'ra
 
 from radixrt.builtin import MODEL_PATH
 from radixrt.runtime import Runtime
+from radixrt.server.admin import Admin
 from radixrt.server.app import Server
 from radixrt.server.run import Listener, listening_socket
 from tests.support.serving import Serving, until
@@ -34,11 +35,15 @@ def serving(runtime: Runtime) -> Iterator[Serving]:
     """Serves until the test ends."""
     ends: list[Callable[[], None]] = []
 
-    def serve(server: Server | None = None, send_buffer: int | None = None) -> str:
+    def serve(
+        server: Server | None = None,
+        send_buffer: int | None = None,
+        admin: tuple[Admin, socket.socket] | None = None,
+    ) -> str:
         bound = listening_socket("127.0.0.1", 0)
         if send_buffer is not None:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-        listener = Listener(server or Server(runtime, "built-in"), drain_seconds=5)
+        listener = Listener(server or Server(runtime, "built-in"), drain_seconds=5, admin=admin)
         thread = threading.Thread(target=listener.run, kwargs={"sockets": [bound]})
         thread.start()
 
