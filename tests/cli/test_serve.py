@@ -121,7 +121,7 @@ def test_an_admin_socket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
             served.until_it_runs()
             served.process.send_signal(signal.SIGTERM)
             flushed = admin.post("/flush")
-        assert asked.result().json()["usage"]["completion_tokens"] == 300
+        assert asked.result().json()["usage"]["completion_tokens"] == 450
         assert served.process.wait(20) == 128 + signal.SIGTERM
     assert saved["saved_tokens"] > 0
     assert flushed.status_code == 200
