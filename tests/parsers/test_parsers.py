@@ -1,0 +1,324 @@
+"""Answers as models write them, cut at any places."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixrt.parsers.json_value import JsonObject
+from radixrt.parsers.reader import TOOL_PARSERS, AnswerReader
+from radixrt.parsers.source import Kind, Part, Tools
+from radixrt.parsers.thinking import opens_thoughts
+
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "units": {"enum": ["C", "F"]}},
+}
+TOOLS = Tools({"weather": WEATHER, "now": {}})
+ONE = Tools(TOOLS.parameters, only_one=True)
+Told = list[tuple[str, str]]  # kinds and texts
+
+
+def read(pieces: Iterable[str], *parsers: str | None, tools: Tools | None = TOOLS, is_open: bool = False) -> Told:
+    """The parts that clients see, those that follow one another joined; all parts join to the text."""
+    tool_parser, reasoning_parser = parsers
+    reader, parts = AnswerReader(tool_parser, reasoning_parser, tools, is_open), list[Part]()
+    pieces = list(pieces)
+    for piece in pieces:
+        parts += reader.push(piece)
+    parts += reader.finish()
+    assert "".join(part.raw for part in parts) == "".join(pieces)
+    told: Told = []
+    for part in parts:
+        assert part.raw or part.text
+        if part.kind is Kind.SYNTAX:
+            assert part.text == ""
+        elif part.kind in (Kind.CONTENT, Kind.REASONING):
+            assert part.text == part.raw
+        kind = part.kind.value
+        if told and told[-1][0] == kind and part.kind is not Kind.NAME:
+            told[-1] = (kind, told[-1][1] + part.text)
+        else:
+            told.append((kind, part.text))
+    return [(kind, text) for kind, text in told if kind != "syntax"]
+
+
+def in_all_cuts(text: str, *parsers: str | None, **more: Any) -> Told:
+    """What an answer is read as, whole, in two pieces cut at each place, and by the character."""
+    told = read([text], *parsers, **more)
+    assert read(text, *parsers, **more) == told
+    for cut in range(len(text)):
+        assert read((text[:cut], text[cut:]), *parsers, **more) == told, cut
+    return told
+
+
+OSLO = '{"city": "Oslo", "days": 3}'
+CALL = [("name", "weather"), ("arguments", OSLO)]
+HERMES = f'<tool_call>\n{{"name": "weather", "arguments": {OSLO}}}\n</tool_call>'
+LLAMA = f'{{"name": "weather", "parameters": {OSLO}}}'
+CODER = (
+    "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
+THOUGHT = "<|channel|>analysis<|message|>Need Oslo.<|end|><|start|>assistant"
+TO_WEATHER = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+HARMONY = f"{THOUGHT}{TO_WEATHER}{OSLO}<|call|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (HERMES, CALL),
+        (f"\n\n{HERMES}\n", CALL),
+        (f"I'll look.\n{HERMES}", [("content", "I'll look.\n"), *CALL]),
+        (f"{HERMES}\n{HERMES}", CALL * 2),
+        (f"{HERMES}\nThat is all.", [*CALL, ("content", "That is all.")]),
+        (f'<tool_call>{{"name":"weather","arguments":{OSLO}}}</tool_call>', CALL),
+        (f'<tool_call>\n{{"arguments": {OSLO}, "name": "weather"}}\n</tool_call>', CALL),  # Hermes 2 Pro
+        (HERMES.removesuffix("\n</tool_call>"), CALL),  # an end token came first
+        (HERMES.replace("}}", "}"), CALL),
+        ('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', [("name", "now"), ("arguments", "{}")]),
+        ("  Hello", [("content", "  Hello")]),
+        ("Say <tool_call> twice: <tool_call>", [("content", "Say <tool_call> twice: <tool_call>")]),
+        ("a <tool_", [("content", "a <tool_")]),
+        ('<tool_call>{"name": weather}</tool_call>', [("content", '<tool_call>{"name": weather}</tool_call>')]),
+        ('<tool_call>{"name": "a"}</tool_call>', [("content", '<tool_call>{"name": "a"}</tool_call>')]),
+        (f"<tool_call>no</tool_call>{HERMES}", [("content", "<tool_call>no</tool_call>"), *CALL]),
+        (f'<tool_call>{{"arguments": {OSLO}}}', [("content", f'<tool_call>{{"arguments": {OSLO}}}')]),
+        (f'<tool_call>{{"arguments": {OSLO[:9]}', [("content", f'<tool_call>{{"arguments": {OSLO[:9]}')]),
+        # what was told of a call stays told
+        (HERMES[:60], [("name", "weather"), ("arguments", '{"city": "Oslo"')]),
+        (
+            f'<tool_call>{{"name": "weather", "arguments": {{"city": Oslo}}}}</tool_call>{HERMES}',
+            [("name", "weather"), ("arguments", '{"city": '), ("content", "Oslo}}</tool_call>"), *CALL],
+        ),
+        (" \n", [("content", " \n")]),
+        ("", []),
+    ],
+)
+def test_hermes(text: str, told: Told) -> None:
+    assert in_all_cuts(text, "hermes", None) == told
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (LLAMA, CALL),
+        (f"<|python_tag|>{LLAMA}", CALL),
+        (f'\n\n{{"type": "function", "name": "weather", "parameters": {OSLO}}}', CALL),
+        (f"{LLAMA}; {LLAMA}", CALL * 2),
+        (LLAMA.replace("parameters", "arguments"), CALL),
+        (f"{LLAMA} Wait.", [*CALL, ("content", "Wait.")]),
+        (f"See {LLAMA}", [("content", f"See {LLAMA}")]),
+        (LLAMA.replace("weather", "climate"), [("content", LLAMA.replace("weather", "climate"))]),
+        ('<|python_tag|>weather.call(city="Oslo")', [("content", '<|python_tag|>weather.call(city="Oslo")')]),
+        ('{"name": "Mira", "age": 3}', [("content", '{"name": "Mira", "age": 3}')]),
+        (LLAMA[:50], [("name", "weather"), ("arguments", OSLO[:16])]),
+        ("", []),
+    ],
+)
+def test_llama(text: str, told: Told) -> None:
+    assert in_all_cuts(text, "llama3_json", None) == told
+
+
+def coder(*parameters: str) -> str:
+    pairs = zip(parameters[::2], parameters[1::2], strict=True)
+    written = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in pairs)
+    return f"<tool_call>\n<function=weather>\n{written}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (CODER, CALL),
+        (CODER.replace("<tool_call>\n", ""), CALL),
+        (f"I'll look.\n\n{CODER}\n{CODER}", [("content", "I'll look.\n\n"), *CALL, *CALL]),
+        (CODER.replace("\nOslo\n", "Oslo"), CALL),
+        (coder("city", 'a "b"\n\n\\</b>é'), [CALL[0], ("arguments", '{"city": "a \\"b\\"\\n\\n\\\\</b>é"}')]),
+        (coder("city", "12"), [CALL[0], ("arguments", '{"city": "12"}')]),
+        (coder("city", ""), [CALL[0], ("arguments", '{"city": ""}')]),
+        (coder("days", "three"), [CALL[0], ("arguments", '{"days": "three"}')]),
+        (coder("units", "C", "x", "True"), [CALL[0], ("arguments", '{"units": "C", "x": true}')]),
+        (coder("x", '[1, {"a": null}]'), [CALL[0], ("arguments", '{"x": [1, {"a": null}]}')]),
+        (coder("x", "NaN"), [CALL[0], ("arguments", '{"x": "NaN"}')]),
+        (coder(), [CALL[0], ("arguments", "{}")]),
+        ("<function=>", [("content", "<function=>")]),
+        ("<tool_call>\n<functio", [("content", "<tool_call>\n<functio")]),
+        (HERMES, [("content", HERMES)]),
+        (CODER[: CODER.index("lo")], [CALL[0], ("arguments", '{"city": "Os')]),
+        (
+            CODER[: CODER.index("3") + 1],
+            [CALL[0], ("arguments", '{"city": "Oslo", "days": 3')],
+        ),
+        (
+            CODER.replace("<parameter=days>", "days"),
+            [
+                CALL[0],
+                ("arguments", '{"city": "Oslo"'),
+                ("content", "days\n3\n</parameter>\n</function>\n</tool_call>"),
+            ],
+        ),
+    ],
+)
+def test_qwen3_coder(text: str, told: Told) -> None:
+    assert in_all_cuts(text, "qwen3_coder", None) == told
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (HARMONY, [("reasoning", "Need Oslo."), *CALL]),
+        (HARMONY.replace("<|call|>", ""), [("reasoning", "Need Oslo."), *CALL]),  # it ends the answer: no text
+        (
+            f"{THOUGHT}<|channel|>final<|message|>It rains.<|return|>",
+            [("reasoning", "Need Oslo."), ("content", "It rains.")],
+        ),
+        (f" to=functions.weather<|channel|>commentary json<|message|>{OSLO}<|call|>", CALL),
+        (f" to=functions.weather<|channel|>commentary <|constrain|>json<|message|>{OSLO}<|end|>", CALL),
+        (f"<|channel|>analysis to=functions.weather code<|message|>{OSLO}<|call|>", CALL),
+        (
+            f"<|channel|>commentary<|message|>I'll look.<|end|><|start|>assistant{TO_WEATHER}{OSLO}<|call|>",
+            [("content", "I'll look."), *CALL],
+        ),
+        ("It rains.", [("content", "It rains.")]),
+        (THOUGHT[:40], [("reasoning", "Need Oslo.")]),
+        (
+            f"{THOUGHT}<|channel|>other<|message|>a<|end|>",
+            [("reasoning", "Need Oslo."), ("content", "<|start|>assistant<|channel|>other<|message|>a<|end|>")],
+        ),
+        (
+            "<|channel|>analysis to=browser.search<|message|>{}<|call|>",
+            [("content", "<|channel|>analysis to=browser.search<|message|>{}<|call|>")],
+        ),
+        (f"{TO_WEATHER}{{}} and<|call|>", [CALL[0], ("arguments", "{}"), ("content", "and<|call|>")]),
+        ("", []),
+    ],
+)
+def test_harmony(text: str, told: Told) -> None:
+    assert in_all_cuts(text, "harmony", "harmony") == told
+
+
+def test_harmony_without_tools() -> None:
+    """Thoughts are taken apart all the same; a call is text."""
+    text = f"<|start|>assistant{TO_WEATHER}{OSLO}<|call|>"
+    expected = [("reasoning", "Need Oslo."), ("content", text)]
+    assert in_all_cuts(HARMONY, "harmony", "harmony", tools=None) == expected
+    assert in_all_cuts(HARMONY, None, "harmony") == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open", "told"),
+    [
+        ("<think>\nIt is.\n</think>\n\nYes.", False, [("reasoning", "It is."), ("content", "Yes.")]),
+        ("\nIt is.\n\n</think>\n\nYes.", True, [("reasoning", "It is."), ("content", "Yes.")]),
+        ("<think>\n\n</think>\n\nYes.", False, [("content", "Yes.")]),
+        ("Yes.", False, [("content", "Yes.")]),
+        ("Yes <think>a</think>", False, [("content", "Yes <think>a</think>")]),
+        ("It is </thin", True, [("reasoning", "It is </thin")]),
+        ("<think>", False, []),
+        (f"<think>\nA < b\n</think>\n\n{HERMES}", False, [("reasoning", "A < b"), *CALL]),
+        (f"{HERMES}</think>{HERMES}", True, [("reasoning", HERMES), *CALL]),
+        (" <thing>", False, [("content", " <thing>")]),
+    ],
+)
+def test_thoughts(text: str, is_open: bool, told: Told) -> None:
+    assert in_all_cuts(text, "hermes", "think", is_open=is_open) == told
+
+
+@pytest.mark.parametrize(
+    ("prompt", "continued", "expected"),
+    [
+        ("a<|assistant|><think>\n", None, True),
+        ("a<|assistant|>\n", None, False),
+        ("what is <think>?<|assistant|>", None, False),
+        ("<|assistant|><think>\n\n</think>\n\n", None, False),
+        ("<|assistant|><think>a", "<think>a", True),
+        ("<|assistant|><think>a</think>b", "<think>a</think>b", False),
+    ],
+)
+def test_prompts_that_open_thoughts(prompt: str, continued: str | None, expected: bool) -> None:
+    assert opens_thoughts(prompt, continued) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "parser", "left"),
+    [
+        (f"{HERMES}\n{HERMES}", "hermes", HERMES),
+        (f"{LLAMA};{LLAMA}", "llama3_json", f";{LLAMA}"),
+        (f"{CODER}\n{CODER}", "qwen3_coder", CODER),
+        (
+            f"{TO_WEATHER}{OSLO}<|call|><|start|>assistant{TO_WEATHER}",
+            "harmony",
+            f"<|start|>assistant{TO_WEATHER}",
+        ),
+    ],
+)
+def test_a_second_call_where_one_is_asked_for_is_text(text: str, parser: str, left: str) -> None:
+    told = in_all_cuts(text, parser, "harmony" if parser == "harmony" else None, tools=ONE)
+    assert told == [*CALL, ("content", left)]
+
+
+def test_without_parsers_all_is_content() -> None:
+    assert in_all_cuts(f"<think>a</think>\n{HERMES}", None, None) == [("content", f"<think>a</think>\n{HERMES}")]
+    assert in_all_cuts(HERMES, "hermes", None, tools=None) == [("content", HERMES)]
+
+
+# Pieces of all syntaxes, whole and in two, among others: most texts of characters at random would be content.
+WORDS = [
+    *re.findall(r"<\|?\w+\|?>|</\w+>|<\w+=\w+>|\s|\"\w+\": |\W|\w+", HERMES + LLAMA + CODER + HARMONY),
+    *(HERMES, LLAMA, CODER, HARMONY, OSLO, "<think>", "</think>", "<function=now>", "<tool_call>", "</parameter>"),
+    *("<tool_", "call>", "<|chan", '{"name": "now", "arguments": ', "\x00", "é", "😀", "\\u00", "<|python_tag|>"),
+    *(" to=functions.now", "<|start|>assistant<|channel|>", "analysis", "final", "<|message|>", "<|end|>"),
+]
+TEXTS = st.lists(st.sampled_from(WORDS) | st.text(max_size=3), max_size=14).map("".join)
+PARSERS = st.one_of(
+    st.tuples(st.sampled_from((None, *TOOL_PARSERS[:-1])), st.sampled_from((None, "think"))),
+    st.tuples(st.sampled_from((None, "harmony")), st.just("harmony")),
+)
+
+
+@given(
+    TEXTS, PARSERS, st.sampled_from((TOOLS, ONE, None)), st.booleans(), st.lists(st.integers(0, 200), max_size=8)
+)
+def test_any_text_in_any_pieces(
+    text: str, parsers: tuple[Any, Any], tools: Tools | None, is_open: bool, cuts: list[int]
+) -> None:
+    """What it is read as does not depend on the pieces, and arguments are the beginning of JSON."""
+    is_open = is_open and parsers[1] == "think"
+    told = read([text], *parsers, tools=tools, is_open=is_open)
+    ends = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    assert read([text[a:b] for a, b in pairwise(ends)], *parsers, tools=tools, is_open=is_open) == told
+    assert read(text, *parsers, tools=tools, is_open=is_open) == told
+    kinds = [kind for kind, _ in told]
+    assert all(kinds[at - 1] == "name" for at, kind in enumerate(kinds) if kind == "arguments")
+    if tools is not TOOLS:
+        assert kinds.count("name") <= (tools is ONE)
+    for kind, written in told:
+        if kind == "arguments" and parsers[0] != "qwen3_coder":  # which writes values that are cut as they are
+            found = JsonObject()
+            assert found.push(written) == len(written)
+            assert not found.is_done or isinstance(json.loads(written), dict)
+
+
+@given(st.binary(max_size=80), PARSERS)
+def test_bytes_at_random(text: bytes, parsers: tuple[Any, Any]) -> None:
+    read(text.decode(errors="replace"), *parsers)
+
+
+@given(st.lists(st.sampled_from(WORDS), max_size=14).map("".join), PARSERS)
+def test_tags_alone_are_left_out(text: str, parsers: tuple[Any, Any]) -> None:
+    reader = AnswerReader(*parsers, TOOLS)
+    parts = [*reader.push(text), *reader.finish()]
+    for part in parts:
+        if part.kind is Kind.SYNTAX:
+            tags = (
+                r"\s|</?think>|</tool_call>|\}|, *\"name\": *\"\w+\"|<\|\w+\|>|assistant|analysis|commentary|final"
+            )
+            assert re.fullmatch(rf"(?:{tags}|json|code)*", part.raw), part
