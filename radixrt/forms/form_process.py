@@ -32,6 +32,7 @@ MAX_WHITESPACE = 20
 _SOME_BITS = re.compile(rb"[^\0]")  # a byte of a mask
 _OPTIONS: Any = {"whitespace_pattern": WHITESPACE}  # those of `x-guidance` in a schema go before them
 _STRICT: Any = {"lenient": False}  # no keyword is ignored, whatever a schema says
+GUIDED = json.dumps({"x-guidance": _OPTIONS | _STRICT})[1:-1]  # the same, of a schema within a grammar
 
 
 class Refusal(Exception):
@@ -119,7 +120,7 @@ def _llguidance_grammar(kind: str, text: str, drops_blank: bool) -> str:
             if drops_blank:
                 choices = [f" {choice}" for choice in choices] + [c for c in choices if not c.startswith(" ")]
             return str(LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, choices))}"))
-        if "x-guidance" in text:
+        if "x-guidance" in text.replace(GUIDED, ""):
             raise Refusal("x-guidance is not taken in a grammar")
         return str(LLMatcher.grammar_from_lark(any_to_lark(text) if "::=" in text else text))
     except Refusal:

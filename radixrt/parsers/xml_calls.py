@@ -13,7 +13,8 @@ import regex
 from radixrt.parsers.source import Kind, Part, Source, Steps, Tools, content, match_next, skip_next, text_until
 
 _HEAD = regex.compile(r"(?:<tool_call>\s{0,32})?<function=([^<>\s]{1,256})>")  # the outer tag is often left out
-_NEXT = regex.compile(r"\s{0,32}(?:<parameter=([^<>\n]{1,256})>|</function>)")
+KEY = regex.compile(r"[^<>\n]{1,256}")
+_NEXT = regex.compile(rf"\s{{0,32}}(?:<parameter=({KEY.pattern})>|</function>)")
 _CLOSED = regex.compile(r"\s{0,32}</tool_call>")
 # A new line after the first tag of a value and one before its last belong to the tags.
 _NEW_LINE = regex.compile(r"\n")

@@ -56,6 +56,10 @@ class ChatTemplate:
         self._endless = 0
         self._owner = 0  # the process that has started it: one that was forked off starts its own
 
+    def holds(self, text: str) -> bool:
+        """Whether one of the templates' sources holds this text."""
+        return any(text in source for source in self._sources.values())
+
     def check_uses(self, names: Mapping[str, Any] | list[str], what: str, *, with_tools: bool = False) -> None:
         """Raise TokenizerError if a name does not occur in the template: what has it would be lost."""
         source = self._sources["with_tools" if with_tools else "plain"]

@@ -63,6 +63,10 @@ class Tokenizer:
         """Whether `encode_chat` and `chat_text` can be called."""
         return self._template is not None
 
+    def template_names(self, text: str) -> bool:
+        """Whether the source of the chat template, if there is one, holds this text."""
+        return self._template is not None and self._template.holds(text)
+
     def with_template_kwargs(self, template_kwargs: Mapping[str, Any] | None) -> Tokenizer:
         """This tokenizer, with variables that the chat template gets from now on; those of a chat go before them.
 

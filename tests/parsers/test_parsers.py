@@ -16,14 +16,12 @@ from radixrt.parsers.json_value import JsonObject
 from radixrt.parsers.reader import TOOL_PARSERS, AnswerReader
 from radixrt.parsers.source import Kind, Part, Tools
 from radixrt.parsers.thinking import opens_thoughts
+from tests.support.transcripts import CODER, HARMONY, HERMES, LLAMA, OSLO, THOUGHT, TO_WEATHER, WEATHER, coder
 
-WEATHER: dict[str, Any] = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "units": {"enum": ["C", "F"]}},
-}
 TOOLS = Tools({"weather": WEATHER, "now": {}})
 ONE = Tools(TOOLS.parameters, only_one=True)
 Told = list[tuple[str, str]]  # kinds and texts
+CALL = [("name", "weather"), ("arguments", OSLO)]
 
 
 def read(pieces: Iterable[str], *parsers: str | None, tools: Tools | None = TOOLS, is_open: bool = False) -> Told:
@@ -57,19 +55,6 @@ def in_all_cuts(text: str, *parsers: str | None, **more: Any) -> Told:
     for cut in range(len(text)):
         assert read((text[:cut], text[cut:]), *parsers, **more) == told, cut
     return told
-
-
-OSLO = '{"city": "Oslo", "days": 3}'
-CALL = [("name", "weather"), ("arguments", OSLO)]
-HERMES = f'<tool_call>\n{{"name": "weather", "arguments": {OSLO}}}\n</tool_call>'
-LLAMA = f'{{"name": "weather", "parameters": {OSLO}}}'
-CODER = (
-    "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
-    "</function>\n</tool_call>"
-)
-THOUGHT = "<|channel|>analysis<|message|>Need Oslo.<|end|><|start|>assistant"
-TO_WEATHER = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
-HARMONY = f"{THOUGHT}{TO_WEATHER}{OSLO}<|call|>"
 
 
 @pytest.mark.parametrize(
@@ -126,12 +111,6 @@ def test_hermes(text: str, told: Told) -> None:
 )
 def test_llama(text: str, told: Told) -> None:
     assert in_all_cuts(text, "llama3_json", None) == told
-
-
-def coder(*parameters: str) -> str:
-    pairs = zip(parameters[::2], parameters[1::2], strict=True)
-    written = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in pairs)
-    return f"<tool_call>\n<function=weather>\n{written}</function>\n</tool_call>"
 
 
 @pytest.mark.parametrize(
