@@ -16,6 +16,8 @@ from radixrt.cli.kept_cache import model_place, runtime_with_cache
 from radixrt.cli.options import add_command, add_runtime_options, runtime_options
 from radixrt.engine.signals import Interrupted
 from radixrt.errors import ParameterError
+from radixrt.parsers.choosing import AUTO, NONE, chosen
+from radixrt.parsers.reader import REASONING_PARSERS, TOOL_PARSERS
 
 INSTALL = "pip install 'radixrt[server]'"
 
@@ -60,6 +62,18 @@ def add_serve_command(commands: Any) -> None:
     option("--port", type=int, default=8000, metavar="N", help="0: any that is free (8000)")
     option("--api-key-file", type=Path, metavar="FILE", help="keys of the clients that may ask, a line each")
     option("--model-name", metavar="NAME", help="as clients see it (the folder's, or the hub id)")
+    option(
+        "--tool-parser",
+        choices=(AUTO, NONE, *TOOL_PARSERS),
+        default=AUTO,
+        help="that finds calls; auto: the one that reads what the chat template writes of a call (auto)",
+    )
+    option(
+        "--reasoning-parser",
+        choices=(AUTO, NONE, *REASONING_PARSERS),
+        default=AUTO,
+        help="that finds thoughts; auto: by what the chat template names (auto)",
+    )
     option(
         "--max-pending",
         type=int,
@@ -111,9 +125,13 @@ def _serve(arguments: argparse.Namespace) -> int:
     ):
         host, port = socket.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        parsers = chosen(runtime.tokenizer, arguments.tool_parser, arguments.reasoning_parser)
+        found = {"calls": parsers.tools, "thoughts": parsers.reasoning}
+        told = "".join(f", {what} by {parser}" for what, parser in found.items() if parser is not None)
         server = Server(
             runtime,
             name,
+            parsers=parsers,
             tenants=tenants,
             hosts=None if tenants else (*LOOPBACK, arguments.host),
             limits=Limits(pending=arguments.max_pending),
@@ -121,7 +139,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         listener = Listener(
             server,
             arguments.drain_seconds,
-            on_start=lambda: print(f"radixrt serves {name} at {url}", file=sys.stderr, flush=True),
+            on_start=lambda: print(f"radixrt serves {name}{told} at {url}", file=sys.stderr, flush=True),
             admin=None if admin_socket is None else (Admin(runtime, model_place(arguments)), admin_socket),
         )
         listener.run(sockets=[socket])

@@ -9,7 +9,7 @@ https://platform.openai.com/docs/api-reference
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from itertools import accumulate
 from typing import Any
@@ -161,19 +161,21 @@ def answer_body(
     outputs: Sequence[RequestOutput],
     *,
     echoed: Sequence[str] | None = None,
+    message_of: Callable[[str], dict[str, Any]] | None = None,
     id_digest: str,
     model: str,
     created: int,
     spelling: TokenSpelling,
 ) -> dict[str, object]:
     """The body of a `chat.completion` or a `text_completion`, with the answers to later prompts after those to
-    earlier ones. Those of a completion begin with their prompts if these are `echoed`, as text.
+    earlier ones. Those of a completion begin with their prompts if these are `echoed`, as text. `message_of` makes
+    the message of a chat's answer of its text.
     """
     name = "chat.completion" if url == CHAT else "text_completion"
     choices: list[dict[str, object]] = []
     for place, output in enumerate(outputs):
         for answer in output.outputs:
-            choice = _choice(url, answer, len(choices), spelling)
+            choice = _choice(url, answer, len(choices), spelling, message_of)
             if echoed is not None:
                 choice |= _after_prompt(output, answer, echoed[place], spelling)
             choices.append(choice)
@@ -188,16 +190,20 @@ def chunk_body(
     index: int,
     text: str | None,
     *,
+    delta: Mapping[str, object] | None = None,
     logprobs: Mapping[str, object] | None = None,
     finish_reason: str | None = None,
     id_digest: str,
     model: str,
     created: int,
 ) -> dict[str, object]:
-    """A chunk of a streamed answer, with more of its text, or with none (None) and the role of a chat's answer."""
+    """A chunk of a streamed answer, with more of its text, or with none (None) and the role of a chat's answer.
+    A `delta` of a chat is given in place of its text.
+    """
     choice: dict[str, object] = {"index": index, "text": text or ""}
     if url == CHAT:
-        delta = {"role": "assistant", "content": ""} if text is None else {"content": text} if text else {}
+        if delta is None:
+            delta = {"role": "assistant", "content": ""} if text is None else {"content": text} if text else {}
         choice = {"index": index, "delta": delta}
     choices = [{**choice, "logprobs": logprobs, "finish_reason": finish_reason}]
     return {**_head(url, _chunk_name(url), id_digest=id_digest, model=model, created=created), "choices": choices}
@@ -234,13 +240,27 @@ def error_body(message: str, code: str, *, is_ours: bool) -> dict[str, object]:
     return {"error": {"message": message, "type": type_, "param": None, "code": code}}
 
 
-def _choice(url: str, answer: CompletionOutput, index: int, spelling: TokenSpelling) -> dict[str, object]:
+def _choice(
+    url: str,
+    answer: CompletionOutput,
+    index: int,
+    spelling: TokenSpelling,
+    message_of: Callable[[str], dict[str, Any]] | None,
+) -> dict[str, object]:
     choice: dict[str, object] = {"text": answer.text, "index": index}
+    has_called = False
     if url == CHAT:
         message = {"role": "assistant", "content": answer.text, "refusal": None}
-        choice = {"index": index, "message": message}
+        if message_of is not None:
+            message = message_of(answer.text)
+        choice, has_called = {"index": index, "message": message}, "tool_calls" in message
     logprobs = logprobs_body(url, shown_logprobs(answer), spelling)
-    return {**choice, "logprobs": logprobs, "finish_reason": answer.finish_reason}
+    return {**choice, "logprobs": logprobs, "finish_reason": finish_reason(answer.finish_reason, has_called)}
+
+
+def finish_reason(reason: FinishReason, has_called: bool) -> str:
+    """As OpenAI has it: an answer that calls and was not cut ends with its calls."""
+    return "tool_calls" if has_called and reason is FinishReason.STOP else str(reason)
 
 
 def shown_logprobs(piece: CompletionOutput | StreamChunk) -> tuple[TokenLogprob, ...] | None:

@@ -11,10 +11,20 @@ from contextlib import aclosing
 from typing import Any
 
 from radixrt.errors import PassError, RadixrtError
-from radixrt.frontend.openai import CHAT, answer_body, chunk_body, logprobs_body, shown_logprobs, usage_body
+from radixrt.frontend.openai import (
+    CHAT,
+    answer_body,
+    chunk_body,
+    finish_reason,
+    logprobs_body,
+    shown_logprobs,
+    usage_body,
+)
+from radixrt.frontend.tool_calls import Deltas, message_of
 from radixrt.output import RequestOutput, StreamChunk, Usage
 from radixrt.runtime import Runtime
 from radixrt.server.asked import Asked
+from radixrt.server.reading import Reading
 from radixrt.server.refusal import refusal_of
 from radixrt.server.responses import Events, event_bytes
 from radixrt.text.chat import Chat
@@ -38,10 +48,12 @@ class Answering:
 
     def body(self, asked: Asked, outputs: list[RequestOutput]) -> tuple[str, dict[str, object]]:
         """The id of a whole answer, and the answer."""
+        reading = asked.reading
         body = answer_body(
             asked.url,
             outputs,
             echoed=[self._text(prompt) for prompt in asked.prompts] if asked.is_echoed else None,
+            message_of=None if reading is None else lambda text: message_of(reading.parts(text)),
             id_digest=uuid.uuid4().hex,
             model=asked.model,
             created=int(time.time()),
@@ -60,6 +72,7 @@ class Answering:
         """
         head: Any = {"id_digest": uuid.uuid4().hex, "model": asked.model, "created": int(time.time())}
         offsets = [0] * asked.params.n  # characters of tokens that were told of, by answer
+        answers = [_Streamed(asked.reading) for _ in range(asked.params.n)]
 
         def event(index: int, text: str | None, **more: Any) -> bytes:
             return event_bytes(chunk_body(asked.url, index, text, **more, **head))
@@ -71,15 +84,20 @@ class Answering:
                     yield event(index, None)
             try:
                 while True:
-                    tokens = shown_logprobs(chunk)
-                    if chunk.text or tokens:
+                    tokens, answer = shown_logprobs(chunk), answers[chunk.index]
+                    is_whole = chunk.finish_reason is not None and chunk.finish_reason.is_whole
+                    ended = chunk.finish_reason if is_whole else None
+                    deltas = answer.deltas(chunk.text, ended is not None)
+                    if tokens or deltas:
                         logprobs = logprobs_body(asked.url, tokens, self._spelling, offsets[chunk.index])
-                        yield event(chunk.index, chunk.text, logprobs=logprobs)
+                        for delta in deltas or [{}]:
+                            yield event(chunk.index, chunk.text, delta=delta, logprobs=logprobs)
+                            logprobs = None
                         offsets[chunk.index] += sum(
                             len(self._spelling.of(one.token_id).text) for one in tokens or ()
                         )
-                    if chunk.finish_reason is not None and chunk.finish_reason.is_whole:
-                        yield event(chunk.index, "", finish_reason=str(chunk.finish_reason))
+                    if ended is not None:
+                        yield event(chunk.index, "", finish_reason=finish_reason(ended, answer.has_called))
                     if chunk.output is not None:
                         break
                     chunk = sound(await anext(chunks))
@@ -100,6 +118,25 @@ def whole_outputs(outputs: RequestOutput | list[RequestOutput]) -> list[RequestO
     if not any(reason.is_whole for reason in reasons):
         raise PassError(outputs[0].failure)
     return outputs
+
+
+class _Streamed:
+    """One answer as it is streamed: its text as it comes, or taken apart."""
+
+    def __init__(self, reading: Reading | None) -> None:
+        self._reader = None if reading is None else reading.reader()
+        self._deltas = Deltas()
+
+    @property
+    def has_called(self) -> bool:
+        return self._deltas.num_calls > 0
+
+    def deltas(self, text: str, has_ended: bool) -> list[dict[str, Any]]:
+        """What more of its text tells, in a chat's terms."""
+        if self._reader is None:
+            return [{"content": text}] if text else []
+        parts = self._reader.push(text)
+        return self._deltas.of([*parts, *self._reader.finish()] if has_ended else parts)
 
 
 def sound(chunk: StreamChunk) -> StreamChunk:

@@ -19,9 +19,10 @@ from radixrt.checks import check_kind, check_prompt, short
 from radixrt.errors import ParameterError, PromptError, RadixrtError
 from radixrt.frontend.openai import CHAT, COMPLETIONS, asked_prompt
 from radixrt.output import RequestOutput, Usage
+from radixrt.parsers.choosing import Parsers, chosen
 from radixrt.runtime import Runtime
 from radixrt.server.answering import Answering, OnEnd
-from radixrt.server.asked import check_known, read_asked
+from radixrt.server.asked import Asked, check_known, read_asked
 from radixrt.server.body import gone, object_in, read_body
 from radixrt.server.hosts import KnownHosts
 from radixrt.server.limits import Limits
@@ -88,11 +89,15 @@ class Server:
         tenants: Tenants | None = None,
         hosts: Iterable[str] | None = None,
         limits: Limits | None = None,
+        parsers: Parsers | None = None,
     ):
-        """With `hosts` it answers to these names alone."""
+        """With `hosts` it answers to these names alone. `parsers` are those of the model's chats; None: those that
+        its chat template tells.
+        """
         self.runtime, self.name = runtime, name
         self.limits = limits or Limits()
         self.draining = False
+        self._parsers = chosen(runtime.tokenizer) if parsers is None else parsers
         self._tenants, self._hosts = tenants or Tenants(), hosts
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="radixrt-server")
         self._answering, self._metrics = Answering(runtime), Metrics(runtime)
@@ -149,10 +154,13 @@ class Server:
     # -- answers -------------------------------------------------------------------------------------------
 
     async def _chat(self, request: Request, tenant: str | None) -> Response:
-        return await self._answer(self._answering, partial(read_asked, CHAT), request, tenant)
+        return await self._answer(self._answering, self._reader(CHAT), request, tenant)
 
     async def _completions(self, request: Request, tenant: str | None) -> Response:
-        return await self._answer(self._answering, partial(read_asked, COMPLETIONS), request, tenant)
+        return await self._answer(self._answering, self._reader(COMPLETIONS), request, tenant)
+
+    def _reader(self, url: str) -> Callable[..., Asked]:
+        return partial(read_asked, url, parsers=self._parsers, tokenizer=self.runtime.tokenizer)
 
     async def _generate(self, request: Request, tenant: str | None) -> Response:
         return await self._answer(Generating(self.runtime), read_generate, request, tenant)

@@ -11,9 +11,12 @@ from radixrt.checks import short
 from radixrt.errors import ParameterError, PromptError
 from radixrt.frontend.openai import CHAT, COMPLETIONS, as_json, asked_model, asked_prompt, sampling_values
 from radixrt.frontend.sampling_aliases import sampling_params_from_dict
+from radixrt.parsers.choosing import Parsers
 from radixrt.sampling_params import SamplingParams
 from radixrt.server.limits import Limits
+from radixrt.server.reading import Reading, reading_of, without_tools
 from radixrt.text.chat import Chat
+from radixrt.text.tokenizer import Tokenizer
 
 _STREAM_OPTIONS = ("include_usage",)
 _MAX_ECHOED = 5  # log-probabilities at each token of a prompt, which may be long: OpenAI's bound
@@ -28,6 +31,7 @@ class Asked:
         model: as the body calls it.
         prompts: one, or for completions several.
         params: of all their answers.
+        reading: how answers are taken apart; None: not at all.
         is_echoed: whether answers begin with their prompts.
         is_streamed: whether chunks are to come as the answer does.
         wants_usage: whether a last chunk is to count tokens.
@@ -37,6 +41,7 @@ class Asked:
     model: str
     prompts: list[str | list[int] | Chat]
     params: SamplingParams
+    reading: Reading | None
     is_echoed: bool
     is_streamed: bool
     wants_usage: bool
@@ -46,10 +51,19 @@ class Asked:
         return len(self.prompts) * self.params.n
 
 
-def read_asked(url: str, given: dict[str, Any], defaults: SamplingParams, limits: Limits) -> Asked:
+def read_asked(
+    url: str,
+    given: dict[str, Any],
+    defaults: SamplingParams,
+    limits: Limits,
+    parsers: Parsers,
+    tokenizer: Tokenizer | None,
+) -> Asked:
     """What a body without what is null asks for. Raises ParameterError, PromptError or TokenizerError, by name."""
     own = ("stream", "stream_options", *(("echo",) if url == COMPLETIONS else ()))
     rest = {name: value for name, value in given.items() if name not in own}
+    if url == CHAT:
+        rest = without_tools(rest)
     is_streamed, options = given.get("stream", False), given.get("stream_options", {})
     if not isinstance(is_streamed, bool):
         raise ParameterError(f"stream is {as_json(is_streamed)}; it must be true or false")
@@ -64,9 +78,12 @@ def read_asked(url: str, given: dict[str, Any], defaults: SamplingParams, limits
         params = replace(params, prompt_logprobs=params.logprobs)
     prompts = [asked_prompt(url, {**rest, "prompt": one}) for one in _prompts(url, rest)]
     check_size(len(prompts), params.n, limits)
+    reading = None
+    if isinstance(prompts[0], Chat):
+        reading, params = reading_of(given, prompts[0], params, parsers, tokenizer)
     if is_streamed and len(prompts) > 1:
         raise ParameterError(f"the body has {len(prompts)} prompts; a stream answers one")
-    return Asked(url, model_of(rest, limits), prompts, params, is_echoed, is_streamed, wants_usage)
+    return Asked(url, model_of(rest, limits), prompts, params, reading, is_echoed, is_streamed, wants_usage)
 
 
 def check_known(given: dict[str, Any], *names: str) -> None:

@@ -33,6 +33,10 @@ from tests.support.serving import Served
         (["--admin-socket", "short"], "short is there and is no socket; give another name"),
         (["--admin-socket", "nothing/there"], "the server cannot listen at nothing/there: No such file"),
         (["--admin-socket", "n" * 200], "AF_UNIX path too long"),
+        (
+            ["--tool-parser", "hermes", "--reasoning-parser", "harmony"],
+            "harmony is for both, or for reasoning alone",
+        ),
         (["--model", "nothing/there/here"], "there is no folder nothing/there/here"),
     ],
 )

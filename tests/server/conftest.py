@@ -18,7 +18,12 @@ from radixrt.server.app import Server
 from radixrt.server.run import Listener, listening_socket
 from tests.support.serving import Serving, until
 
-TEMPLATE = "{% for one in messages %}{{ one['content'] }}{% endfor %}"  # the built-in model continues plain text
+# The built-in model continues plain text. Calls are Hermes'.
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content or '' }}"
+    '{% for c in m.tool_calls or [] %}<tool_call>\n{"name": "{{ c.function.name }}", '
+    '"arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}{% endfor %}'
+)
 
 
 @pytest.fixture(scope="module")

@@ -31,15 +31,21 @@ VALUES: list[Any] = [
         'root ::= "a"',
         "none",
         "auto",
+        "required",
     ),
     *([], [""], ["a", "b"], [1], [-1], [[1], [2]], [[]], [None], ["\ud83d"], [{}], [10**30], [["a"]], [0.5]),
     *({}, {"a": 1}, {"1": 1}, {"1": "x"}, {"type": "json_object"}, {"\ud83d": "\ud83d"}, {"0": 10**400}),
     {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}},
     {"type": "json_schema", "json_schema": {"schema": {"pattern": "("}}},
     [{"type": "function", "function": {"name": "a"}}],
+    [{"type": "function", "function": {"name": "a", "parameters": {"type": "object", "required": ["\ud83d"]}}}],
+    {"type": "function", "function": {"name": "a"}},
     [{"role": "user", "content": "a"}],
     [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}],
 ]
+
+
+TOOLS = [{"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}}]
 
 
 def good_body(url: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -60,6 +66,8 @@ def bodies(url: str, count: int) -> list[bytes]:
     made = []
     for place in range(count):
         body, params = good_body(url)
+        if place % 4 == 0 and url == protocol.CHAT:  # parameters that mean nothing without tools
+            body |= {"tools": TOOLS, "tool_choice": source.choice(VALUES), "stream": source.choice((True, False))}
         for _ in range(source.choice((1, 1, 1, 2, 3))):
             place_of = params if source.random() < 0.7 else body
             place_of[source.choice(names if place_of is params else [*body])] = source.choice(VALUES)
