@@ -70,7 +70,7 @@ def _tools_of(tokenizer: Tokenizer | None) -> str:
     if tokenizer is None or not tokenizer.has_chat_template:
         return NONE
     asked: dict[str, Any] = {"messages": [_USER], "tools": [_TOOL]}
-    called = {**asked, "messages": [_USER, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]}
+    called = {**asked, "messages": [_USER, {"role": "assistant", "content": None, "tool_calls": [_CALL]}]}
     try:
         prompt = tokenizer.chat_text(asked)
         text = tokenizer.chat_text(called, add_generation_prompt=False)

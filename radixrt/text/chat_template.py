@@ -83,7 +83,12 @@ class ChatTemplate:
                 )
             except TokenizerError as error:
                 texts[place] = error
-        for place, answer in zip(asked, self._answers(list(asked.values())), strict=True):
+        answers = dict(zip(asked, self._answers(list(asked.values())), strict=True))
+        failed = {place for place, answer in answers.items() if answer.get("error") == template_process.FAILED}
+        # A message that only calls has no content: some templates ask whether it is none, others fail on that.
+        again = {place: _with_contents(asked[place]) for place in failed if _lacks_content(chats[place])}
+        answers |= zip(again, self._answers(list(again.values())), strict=True)
+        for place, answer in answers.items():
             try:
                 text = _text_of(answer)
                 texts[place] = _up_to_mark(text, chats[place]) if chats[place].is_continued else text
@@ -189,6 +194,16 @@ def _text_of(answer: dict[str, str]) -> str:
     if "error" in answer:
         raise TokenizerError(f"the chat template {_WHAT[answer['error']].format(cause=answer['cause'])}")
     return answer["text"]
+
+
+def _lacks_content(chat: Chat) -> bool:
+    return any(message.get("content") is None for message in chat.messages)
+
+
+def _with_contents(question: dict[str, Any]) -> dict[str, Any]:
+    """The same with empty contents where there are none."""
+    messages = [{**one, "content": one.get("content") or ""} for one in question["variables"]["messages"]]
+    return {**question, "variables": {**question["variables"], "messages": messages}}
 
 
 def _up_to_mark(text: str, chat: Chat) -> str:

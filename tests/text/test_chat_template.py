@@ -131,6 +131,21 @@ def test_what_the_template_does_not_use_is_refused(tmp_path: Path) -> None:
         tokenizer.chat_text(CALLED)
 
 
+def test_calls_without_a_content(tmp_path: Path) -> None:
+    """Some templates look into it, as Qwen3's, others ask whether it is none, as DeepSeek's."""
+    calls = [{"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    for template, text in (
+        ("{% for m in messages %}{% if 'a' in m.content %}{% endif %}{{ m.content }}.{% endfor %}", "."),
+        ("{% for m in messages %}{{ m.content is none }}{% endfor %}", "True"),
+    ):
+        tokenizer = chat_tokenizer(tmp_path, template + "{# tool_calls #}")
+        plain = {"role": "user", "content": "b"}
+        assert tokenizer.chat_texts([Chat.of(calls), Chat.of([plain])])[0] == text
+    tokenizer = chat_tokenizer(tmp_path, "{{ messages[0].content + 1 }}{# tool_calls #}")
+    with pytest.raises(TokenizerError, match="fails on these messages"):
+        tokenizer.chat_text(calls)
+
+
 def test_a_template_of_its_own_for_tools(tmp_path: Path) -> None:
     chat_tokenizer(tmp_path, "plain")
     (tmp_path / "additional_chat_templates").mkdir()
