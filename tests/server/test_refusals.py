@@ -321,7 +321,7 @@ def test_a_defect_is_not_blamed_on_the_client(
     """Not even a ValueError; nothing of it is told, and all of it is logged."""
     url = serving()
 
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise ValueError("a secret")
 
     monkeypatch.setattr(app_module, "read_asked", broken)
