@@ -16,8 +16,7 @@ from radixrt.cli.kept_cache import model_place, runtime_with_cache
 from radixrt.cli.options import add_command, add_runtime_options, runtime_options
 from radixrt.engine.signals import Interrupted
 from radixrt.errors import ParameterError
-from radixrt.parsers.choosing import AUTO, NONE, chosen
-from radixrt.parsers.reader import REASONING_PARSERS, TOOL_PARSERS
+from radixrt.parsers.names import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
 
 INSTALL = "pip install 'radixrt[server]'"
 
@@ -97,6 +96,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(package) is None:
             raise ParameterError(f"a server needs packages that are not installed: {INSTALL}")
+    from radixrt.parsers.choosing import chosen
     from radixrt.server.admin import Admin
     from radixrt.server.app import Server
     from radixrt.server.hosts import LOOPBACK

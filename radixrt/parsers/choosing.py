@@ -8,11 +8,10 @@ from itertools import takewhile
 from typing import Any
 
 from radixrt.errors import ParameterError, TokenizerError
-from radixrt.parsers.reader import HARMONY, REASONING_PARSERS, THINK, TOOL_PARSERS, AnswerReader
+from radixrt.parsers.names import AUTO, HARMONY, NONE, REASONING_PARSERS, THINK, TOOL_PARSERS
+from radixrt.parsers.reader import AnswerReader
 from radixrt.parsers.source import Kind, Tools
 from radixrt.text.tokenizer import Tokenizer
-
-AUTO, NONE = "auto", "none"
 
 _USER = {"role": "user", "content": "a"}
 _ARGUMENTS = {"place": "Oslo"}

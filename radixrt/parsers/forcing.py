@@ -10,7 +10,7 @@ from radixrt.asked_form import schema_text
 from radixrt.errors import ParameterError
 from radixrt.forms.form_process import GUIDED
 from radixrt.forms.schema_keywords import llguidance_refusal
-from radixrt.parsers.reader import HARMONY, THINK
+from radixrt.parsers.names import HARMONY, THINK
 from radixrt.parsers.xml_calls import KEY, is_plain_text
 
 _NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -9,14 +9,12 @@ from dataclasses import replace
 
 from radixrt.parsers.harmony import harmony
 from radixrt.parsers.json_calls import hermes, llama3_json
+from radixrt.parsers.names import HARMONY, THINK
 from radixrt.parsers.source import Kind, Part, Source, Steps, Tools, content, syntax, text_until
 from radixrt.parsers.thinking import think
 from radixrt.parsers.xml_calls import qwen3_coder
 
-HARMONY, THINK = "harmony", "think"
 _CALLS = {"hermes": hermes, "llama3_json": llama3_json, "qwen3_coder": qwen3_coder}
-TOOL_PARSERS = (*_CALLS, HARMONY)
-REASONING_PARSERS = (THINK, HARMONY)
 
 
 class AnswerReader:

@@ -12,7 +12,8 @@ from radixrt.errors import ParameterError
 from radixrt.frontend.tool_calls import NONE, asked_choice, asked_tools
 from radixrt.parsers.choosing import Parsers
 from radixrt.parsers.forcing import forced_grammar
-from radixrt.parsers.reader import HARMONY, THINK, AnswerReader
+from radixrt.parsers.names import HARMONY, THINK
+from radixrt.parsers.reader import AnswerReader
 from radixrt.parsers.source import Part, Tools
 from radixrt.parsers.thinking import opens_thoughts
 from radixrt.sampling_params import SamplingParams

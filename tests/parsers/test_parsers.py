@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixrt.parsers.json_value import JsonObject
-from radixrt.parsers.reader import TOOL_PARSERS, AnswerReader
+from radixrt.parsers.names import TOOL_PARSERS
+from radixrt.parsers.reader import AnswerReader
 from radixrt.parsers.source import Kind, Part, Tools
 from radixrt.parsers.thinking import opens_thoughts
 from tests.support.transcripts import CODER, HARMONY, HERMES, LLAMA, OSLO, THOUGHT, TO_WEATHER, WEATHER, coder
