@@ -43,6 +43,15 @@ class Mxfp4Matrices(nn.Module):
         """As `moe` takes them."""
         return Mxfp4(self.blocks, self.scales, self.in_words)
 
+    def stored(self) -> dict[str, tuple[tuple[int, ...], Iterator[Tensor]]]:
+        """By a parameter's name: its shape as a checkpoint has it, and that, an expert at a time."""
+        shape = *self.blocks.shape[:2], self._groups
+        each = range(shape[0])
+        return {
+            "blocks": ((*shape, BYTES), (self.value[nth].as_bytes().blocks for nth in each)),
+            "scales": (shape, (self.value[nth].as_bytes().scales for nth in each)),
+        }
+
     def places(self, name: str, expert: int, start: int, stop: int) -> Iterator[tuple[str, Place]]:
         """Of rows of an expert, as a checkpoint has them."""
         blocks, scales = self.blocks[expert, start:stop], self.scales[expert, start:stop]

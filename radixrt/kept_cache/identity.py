@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from layers.moe import Mxfp4Matrices
 from layers.placement import Placement
 from layers.rotary import RopeParameters
 from radixrt.kept_cache.cache_file import KVFormat
@@ -83,26 +84,39 @@ def _hash(x: Tensor) -> str:
 
 def weight_fingerprint(model: nn.Module) -> str:
     """Return the SHA-256 in hex of each parameter's name, shape, dtype and checksum, equal on every device."""
-    parameters = dict(model.named_parameters())
-    # The only time that the host waits.
-    checksums = torch.stack([_checksum(parameter.detach()) for parameter in parameters.values()]).tolist()
+    # Some devices hold MXFP4 in another order.
+    stored = {
+        f"{prefix}.{part}": told
+        for prefix, module in model.named_modules()
+        if isinstance(module, Mxfp4Matrices)
+        for part, told in module.stored().items()
+    }
+    heads, checksums = [], []
+    for name, parameter in model.named_parameters():
+        shape, parts = stored.get(name) or (tuple(parameter.shape), iter((parameter.detach(),)))
+        heads.append(f"{name} {[*shape]} {parameter.dtype}\0")
+        checksums.append(_checksum(parts, parameter.device))
     digest = hashlib.sha256()
-    for (name, parameter), checksum in zip(parameters.items(), checksums, strict=True):
-        digest.update(f"{name} {[*parameter.shape]} {parameter.dtype}\0".encode() + struct.pack("<q", checksum))
+    # The only time that the host waits.
+    for head, checksum in zip(heads, torch.stack(checksums).tolist(), strict=True):
+        digest.update(head.encode() + struct.pack("<q", checksum))
     return digest.hexdigest()
 
 
-def _checksum(x: Tensor) -> Tensor:
-    """Sum all elements' bits as integers, each times an odd hash of its place, modulo 2^64: an int64 scalar.
+def _checksum(parts: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Sum all elements' bits as integers, each times an odd hash of its place, modulo 2^64: an int64 scalar. A
+    tensor's parts follow one another.
 
     A change of one element always shows; other changes are missed by chance alone.
     """
-    bits = x.contiguous().view(-1).view(_INTEGERS[x.dtype.itemsize])
-    total = torch.zeros((), dtype=torch.int64, device=x.device)
-    for start in range(0, len(bits), _PIECE):
-        piece = bits[start : start + _PIECE].to(torch.int64)
-        place = torch.arange(start + 1, start + 1 + len(piece), dtype=torch.int64, device=x.device)
-        place.mul_(_STEP)
-        place.bitwise_xor_(place >> 29).mul_(_TURN).bitwise_or_(1)
-        total += place.mul_(piece).sum()
+    total, first = torch.zeros((), dtype=torch.int64, device=device), 1
+    for part in parts:
+        bits = part.contiguous().view(-1).view(_INTEGERS[part.dtype.itemsize])
+        for start in range(0, len(bits), _PIECE):
+            piece = bits[start : start + _PIECE].to(torch.int64)
+            place = torch.arange(first, first + len(piece), dtype=torch.int64, device=device)
+            first += len(piece)
+            place.mul_(_STEP)
+            place.bitwise_xor_(place >> 29).mul_(_TURN).bitwise_or_(1)
+            total += place.mul_(piece).sum()
     return total

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
 
+from layers.moe import Mxfp4Matrices
 from radixrt import CacheFileError, ParameterError, RadixrtError, RequestOutput, Runtime, SamplingParams
 from radixrt.cache.radix_tree import DEVICE, Namespace
 from radixrt.cache.snapshot import TreeSnapshot
@@ -41,6 +42,7 @@ from tests.support.checkpoints import (
     VOCAB_SIZE,
     exaone4,
     glm4_moe,
+    gpt_oss_in_mxfp4,
     granite4,
     llama,
     ministral3,
@@ -409,6 +411,25 @@ def test_fingerprint_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = weight_fingerprint(model)
     monkeypatch.setattr("radixrt.kept_cache.identity._PIECE", 10)
     assert weight_fingerprint(model) == whole
+
+
+@pytest.mark.parametrize("hidden", [64, 96])
+def test_fingerprint_of_words(hidden: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU may hold MXFP4 in words: that is no other model."""
+    write(gpt_oss_in_mxfp4(hidden_size=hidden), tmp_path)
+    model, _ = load_model(tmp_path, dtype="bfloat16")
+    stored = weight_fingerprint(model)
+    found = [module for module in model.modules() if isinstance(module, Mxfp4Matrices)]
+    assert found
+    for module in found:
+        words, module.in_words = module.value.as_words(), True
+        module.blocks, module.scales = (
+            torch.nn.Parameter(part, requires_grad=False) for part in (words.blocks, words.scales)
+        )
+    monkeypatch.setattr("radixrt.kept_cache.identity._PIECE", 1000)
+    assert weight_fingerprint(model) == stored
+    found[-1].blocks[-1, 0, 0, 0] ^= 1
+    assert weight_fingerprint(model) != stored
 
 
 # -- refused: truncated and altered ------------------------------------------------------------------------------

@@ -711,7 +711,7 @@ def _expert_cases() -> Iterator[KernelCase]:
         ):
             for num_tokens in (1, 64, 256, 512, 4096):
                 shape = ExpertShape(num_tokens, *sizes, dtype, has_bias=sizes[0] in (32, 5), is_mxfp4=is_mxfp4)
-                shown = (64,) if is_mxfp4 else {8: (4096,), 128: (64,)}.get(sizes[0], ())
+                shown = (64, 512) if is_mxfp4 else {8: (4096,), 128: (64,)}.get(sizes[0], ())
                 few = dtype == torch.bfloat16 and num_tokens in shown
                 # A tile takes about as many rows as an expert has.
                 many_rows = is_mxfp4 or num_tokens * shape.top_k >= 64 * shape.num_experts

@@ -53,6 +53,12 @@ class Mxfp4:
         groups = self.blocks.shape[-2]
         return Mxfp4(words_of(self.blocks), pad(self.scales, (0, scales_of(groups, True) - groups)), True)
 
+    def as_bytes(self) -> Mxfp4:
+        """The same matrices as a checkpoint has them."""
+        if not self.in_words:
+            return self
+        return Mxfp4(_bytes_of(self.blocks), self.scales[..., : self.blocks.shape[-2]])
+
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """The matrices in `dtype`: exact in float32 and bfloat16, rounded in float16 where a scale is so far from
         1 that its numbers end.
@@ -61,11 +67,9 @@ class Mxfp4:
         pairs = torch.tensor(
             [(low, high) for high in VALUES for low in VALUES], dtype=torch.float32, device=self.blocks.device
         )
-        blocks, scales = self.blocks, self.scales
-        if self.in_words:
-            blocks, scales = _bytes_of(blocks), scales[..., : blocks.shape[-2]]
-        values = embedding(blocks.int(), pairs).flatten(-2)
-        factors = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 127)
+        stored = self.as_bytes()
+        values = embedding(stored.blocks.int(), pairs).flatten(-2)
+        factors = torch.ldexp(torch.ones_like(stored.scales, dtype=torch.float32), stored.scales.int() - 127)
         return values.mul_(factors.unsqueeze(-1)).flatten(-2).to(dtype)
 
 
