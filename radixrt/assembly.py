@@ -37,7 +37,6 @@ from radixrt.execution.memory_budget import (
     room_for_passes,
 )
 from radixrt.execution.model_runner import ModelRunner, Tuning
-from radixrt.execution.processors import usable_processors
 from radixrt.execution.products import compare_all
 from radixrt.frontend.request_builder import RequestBuilder, chatting_tokenizer
 from radixrt.kept_cache.identity import cache_identity, weight_fingerprint
@@ -46,6 +45,7 @@ from radixrt.limits import NO_PASSES, PassLimits, RunLimits, requests_at_once
 from radixrt.models.config import GENERATION_DEFAULTS, ModelConfig, generation_defaults
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import check_dtype, load_model, model_folder, reload_weights
+from radixrt.processors import usable_processors
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.policy import SchedulePolicy, SchedulerConfig
 from radixrt.schedule.scheduler import Scheduler

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from threading import Event
 
 from radixrt.arrays import Int32Array
@@ -56,7 +56,6 @@ class Engine:
         self.submit_all = scheduler.submit_all
         self._max_in_flight = max_in_flight
         self._in_flight: deque[_InFlight] = deque()
-        self._filler: ThreadPoolExecutor | None = None  # made by the first form
         self._filling: tuple[Int32Array, Future[None]] | None = None  # masks of the one pass in flight
         self._meter = ActivityMeter(clock)
         self.is_cut = False  # a step has ended in its middle
@@ -142,18 +141,15 @@ class Engine:
         next pass is planned. Returns the answers that ended by what their forms force.
         """
         (flight,) = self._in_flight
-        if flight.error is not None:
+        if flight.error is not None or self._filling is not None:
             return []
         forms = flight.booking.forms
         assert forms is not None
         try:
-            forms.join()  # here: two threads that make matchers would make some twice
-            masks = self.runner.mask_memory(*forms.masks_shape)
-            if len(masks) > self.max_forced_rows and self._max_in_flight:
-                if self._filler is None:
-                    self._filler = ThreadPoolExecutor(1, thread_name_prefix="radixrt-masks")
+            masks = self._mask_memory(forms)
+            if self._is_filled_beside(forms):
                 begun = Event()
-                self._filling = masks, self._filler.submit(_fill, forms, masks, begun)
+                self._filling = masks, self._beside.submit(_fill, forms, masks, begun)
                 begun.wait()  # or the other thread would only run when this one waits for it
                 return []
             forms.fill(masks)
@@ -162,6 +158,35 @@ class Engine:
             self._fail_draws(error)
             return []
         return self.scheduler.take_forced(forms.forced(masks))
+
+    def _push(self, forms: PassForms, token_ids: Int32Array) -> dict[int, Exception | None]:
+        """See `PassForms.push`. Where the masks of the one pass in flight wait for nothing else, the thread that
+        pushes fills them at once, while this one books the tokens.
+        """
+        flight = self._in_flight[0] if len(self._in_flight) == 1 else None
+        following = None if flight is None or flight.error is not None else flight.booking.forms
+        if following is None or not self._is_filled_beside(following) or not forms.suffice(token_ids):
+            return forms.push(token_ids)
+        try:
+            masks = self._mask_memory(following)
+        except Exception:  # it is raised again where masks are to be filled
+            return forms.push(token_ids)
+        pushed: Future[dict[int, Exception | None]] = Future()
+        self._filling = masks, self._beside.submit(_push_and_fill, forms, token_ids, pushed, following, masks)
+        return pushed.result()
+
+    def _is_filled_beside(self, forms: PassForms) -> bool:
+        """Whether another thread fills the masks."""
+        return forms.masks_shape[0] > self.max_forced_rows and self._max_in_flight > 0
+
+    def _mask_memory(self, forms: PassForms) -> Int32Array:
+        forms.join()  # here: two threads that make matchers would make some twice
+        return self.runner.mask_memory(*forms.masks_shape)
+
+    @cached_property
+    def _beside(self) -> ThreadPoolExecutor:
+        """The thread that fills masks."""
+        return ThreadPoolExecutor(1, thread_name_prefix="radixrt-masks")
 
     def _end_filling(self) -> None:
         """Start the draws for which another thread fills masks, if there are any."""
@@ -193,7 +218,7 @@ class Engine:
         self.scheduler.cache.pass_ended()
         if error is not None:
             return self.scheduler.fail(flight.booking, error)
-        return self.scheduler.process(flight.booking, result)
+        return self.scheduler.process(flight.booking, result, self._push)
 
     def _check_device(self, error: Exception, booking: Booking, failure: str) -> None:
         """Make the device ready after a pass that raised, or raise DeviceLostError."""
@@ -212,3 +237,19 @@ class Engine:
 def _fill(forms: PassForms, masks: Int32Array, begun: Event) -> None:
     begun.set()
     forms.fill(masks)
+
+
+def _push_and_fill(
+    forms: PassForms,
+    token_ids: Int32Array,
+    pushed: Future[dict[int, Exception | None]],
+    following: PassForms,
+    masks: Int32Array,
+) -> None:
+    try:
+        ended = forms.push(token_ids)
+    except BaseException as error:
+        pushed.set_exception(error)
+        raise
+    pushed.set_result(ended)
+    following.fill(masks, [forms.answers[row] for row in ended])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from itertools import count, takewhile
@@ -15,8 +14,9 @@ from radixrt.arrays import Int32Array
 from radixrt.forms.ends import Ends
 from radixrt.forms.form_process import LLGUIDANCE, llguidance_matcher
 from radixrt.forms.matcher import WORD_BITS, push_one
+from radixrt.processors import usable_processors
 
-_MAX_THREADS = 16
+_MAX_THREADS = 32
 ANSWERS_EACH = 8  # of a form's answers for each `Beginnings.made`
 _MAX_EACH_THREAD = 4  # of these: with more, threads seldom wait for one another, and more is learned once more
 
@@ -100,7 +100,7 @@ class LlguidanceForm:
 
 
 class LlguidanceMatchers:
-    """`Matchers` of answers that are drawn together. As many threads work on them as there are cores, up to 16.
+    """`Matchers` of answers that are drawn together. As many threads work on them as there are cores, up to 32.
 
     What each pass needs is prepared here: lists for the threads, where those of one lane are neighbours.
     """
@@ -175,7 +175,7 @@ def compiled(tokens: Any, kind: str, text: str, drops_blank: bool) -> Beginnings
 
 
 def _num_threads() -> int:
-    return min(_MAX_THREADS, os.cpu_count() or 1)
+    return min(_MAX_THREADS, usable_processors())
 
 
 @cache

@@ -181,7 +181,7 @@ def placements(config: RuntimeConfig, num_replicas: int | None) -> list[Placemen
 
 
 def _on_processors(config: RuntimeConfig, num_replicas: int) -> list[Placement]:
-    from radixrt.execution.processors import usable_processors
+    from radixrt.processors import usable_processors
 
     threads = config.threads or max(1, usable_processors() // num_replicas)
     fraction = config.share_of_memory(on_gpu=False) / num_replicas

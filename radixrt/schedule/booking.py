@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
 import numpy as np
 
+from radixrt.arrays import Int32Array
 from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.output import FinishReason, TokenLogprob
 from radixrt.schedule.admission import Admission
@@ -21,6 +22,8 @@ from radixrt.schedule.passes import Logprobs, Pass, PassResult
 MIN_FORCED = 2  # tokens: the pass in flight draws the first of them anyway
 
 _log = logging.getLogger(__name__)
+
+Push = Callable[[PassForms, Int32Array], dict[int, Exception | None]]  # as PassForms.push
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,12 @@ class Bookkeeper:
     cache: PrefixCache
     admission: Admission
 
-    def process(self, booking: Booking, result: PassResult) -> list[Answer]:
-        """Book what a pass computed; passes are processed in order. Returns the answers that ended."""
+    def process(self, booking: Booking, result: PassResult, push: Push = PassForms.push) -> list[Answer]:
+        """Book what a pass computed; passes are processed in order. Returns the answers that ended.
+
+        `push` is called before anything else looks at matchers; afterwards no matcher is used of which it got a
+        token.
+        """
         pass_, table = booking.pass_, self.admission.table
         rows, first_samples = pass_.req_pool_indices, np.cumsum(pass_.num_samples) - pass_.num_samples
         # Answers that still run and decoded one token are booked together; no row has changed hands by now.
@@ -55,8 +62,8 @@ class Bookkeeper:
         ended_by_form: dict[int, Exception | None] = {}
         if booking.forms is not None:
             assert pass_.sampling.masked is not None
-            together = np.repeat(~to_visit, pass_.num_samples)  # others' tokens are pushed when they are visited
-            ended_by_form = booking.forms.push(np.where(together, result.token_ids, -1)[pass_.sampling.masked])
+            together = np.repeat(decoded, pass_.num_samples)  # others' tokens are pushed when they are visited
+            ended_by_form = push(booking.forms, np.where(together, result.token_ids, -1)[pass_.sampling.masked])
             to_visit[list(ended_by_form)] = True
         ended: list[Answer] = []
         if not to_visit.any():
@@ -70,14 +77,9 @@ class Bookkeeper:
             params = answer.request.params
             token_ids = result.token_ids[first : first + count].tolist()
             logprobs = _token_logprobs(result.logprobs, first_logprobs[i], token_ids, params.logprobs)
-            if i in ended_by_form:
-                if (error := ended_by_form[i]) is None:
-                    self.finish(answer, FinishReason.STOP)
-                else:
-                    self._cannot_go_on(answer, error)
-                ended.append(answer)
-            elif has_decoded:
-                if self._ends_with(answer, token_ids[0], logprobs):
+            if has_decoded:
+                completes = i in ended_by_form and (ended_by_form[i] or True)
+                if self._ends_with(answer, token_ids[0], logprobs, completes):
                     ended.append(answer)
             elif not answer.finished:
                 ended += self._book(booking, result, i, token_ids, logprobs)
@@ -141,7 +143,7 @@ class Bookkeeper:
             taker.append(token_id)
             if taker.log.first_token_at is None:
                 taker.log.first_token_at = time.perf_counter()
-            if self._ends_with(taker, token_id, logprobs[k : k + 1]):
+            if self._ends_with(taker, token_id, logprobs[k : k + 1], _completes(taker, token_id)):
                 ended.append(taker)
         if lease is not None and not request.max_new_tokens and end == request.prompt_len:
             self.finish(answer, FinishReason.LENGTH)
@@ -155,8 +157,12 @@ class Bookkeeper:
             self.admission.enqueue(child)
         return answer.family
 
-    def _ends_with(self, answer: Answer, token_id: int, logprobs: Sequence[TokenLogprob]) -> bool:
-        """Log an answer's latest token. Whether the answer has ended with it."""
+    def _ends_with(
+        self, answer: Answer, token_id: int, logprobs: Sequence[TokenLogprob], completes: bool | Exception
+    ) -> bool:
+        """Log an answer's latest token, which `completes` its form, or is refused by it. Whether the answer has
+        ended with it.
+        """
         request, log, text = answer.request, answer.log, answer.text
         log.logprobs += logprobs
         reason = FinishReason.LENGTH if answer.known_len >= request.max_len else None
@@ -166,12 +172,12 @@ class Bookkeeper:
                 if text is not None and request.params.include_stop_str:
                     text.end_with(token_id)
             else:
-                if (matcher := answer.matcher) is not None:
-                    matcher.push(token_id)
-                    reason = FinishReason.STOP if matcher.is_complete else reason
+                if isinstance(completes, Exception):
+                    raise completes
+                reason = FinishReason.STOP if completes else reason
                 if text is not None and text.push(token_id):
                     reason, log.matched = FinishReason.STOP, text.matched
-        except Exception as error:  # of its text: one answer's must not cost the others theirs
+        except Exception as error:  # of its text or its form: one answer's must not cost the others theirs
             self._cannot_go_on(answer, error)
             return True
         if reason is not None:
@@ -210,9 +216,20 @@ class Bookkeeper:
         self.admission.extend_again(answer, len(forced))
         for token_id in forced:
             answer.append(token_id)
-            if self._ends_with(answer, token_id, ()):
+            if self._ends_with(answer, token_id, (), _completes(answer, token_id)):
                 return True
         return False
+
+
+def _completes(answer: Answer, token_id: int) -> bool | Exception:
+    """Push an answer's latest token. Whether that completes its form; or what was raised."""
+    if (matcher := answer.matcher) is None or token_id in answer.request.stop_ids:
+        return False
+    try:
+        matcher.push(token_id)
+        return matcher.is_complete
+    except Exception as error:  # one answer's must not cost the others theirs
+        return error
 
 
 def _token_logprobs(

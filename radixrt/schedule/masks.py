@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -48,11 +48,11 @@ class PassForms:
             self._joined = joined
         return self._joined
 
-    def fill(self, masks: Int32Array) -> None:
-        """Fill `masks` of that shape, by what is booked now; another thread may do that while the next pass is
-        planned.
+    def fill(self, masks: Int32Array, ending: Collection[Answer] = ()) -> None:
+        """Fill `masks` of that shape, by what is pushed now; another thread may do that while the next pass is
+        planned. `ending` are about to be ended.
         """
-        ended = {place for place, answer in enumerate(self.drawn) if answer.finished}
+        ended = {place for place, answer in enumerate(self.drawn) if answer.finished or answer in ending}
         for places, matchers in self.join():
             if not ended.issuperset(places):
                 matchers.fill(masks, ended)
@@ -68,6 +68,11 @@ class PassForms:
             if np.count_nonzero(words) == 1 and int(words.max()).bit_count() == 1:
                 forced.append(self.drawn[place])
         return forced
+
+    def suffice(self, token_ids: Int32Array) -> bool:
+        """Whether all answers that go on are among those with tokens `[M]` to be pushed, not negative ones."""
+        left = np.flatnonzero(token_ids < 0).tolist()
+        return all(self.drawn[place].finished for place in left)
 
     def push(self, token_ids: Int32Array) -> dict[int, Exception | None]:
         """Push the tokens of the masked draws `[M]`, but negative ones. Returns the rows of the pass whose answers

@@ -743,6 +743,11 @@ def leave_masks_to_the_thread_that_fills_them(patch: pytest.MonkeyPatch) -> None
     patch.setattr(Engine, "_end_filling", lambda self: None)
 
 
+@mutant("12:", "19:", sizes=[replace(one, max_forced_rows=0) for one in FORM_SIZES])
+def fill_masks_before_all_tokens_are_pushed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PassForms, "suffice", lambda self, token_ids: True)
+
+
 @mutant("6:", "8:", "12:", sizes=FORM_SIZES)
 def decode_after_forced_tokens_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Admission, "extend_again", lambda self, answer, count: None)

@@ -24,7 +24,7 @@ from radixrt.execution import in_flight
 from radixrt.execution.in_flight import PassTimer
 from radixrt.sampling_params import SamplingParams as Params
 from radixrt.schedule.answer import Answer
-from radixrt.schedule.booking import Booking
+from radixrt.schedule.booking import Booking, Push
 from radixrt.schedule.passes import Pass, PassResult
 from radixrt.schedule.policy import SchedulerConfig
 from radixrt.schedule.request import Request
@@ -181,9 +181,9 @@ def test_seconds(monkeypatch: pytest.MonkeyPatch, measured: bool, lag: int) -> N
         clock.now += PLANNING if batch is not None else 0.0
         return batch
 
-    def slow_process(booking: Booking, result: PassResult) -> list[Answer]:
+    def slow_process(booking: Booking, result: PassResult, push: Push) -> list[Answer]:
         clock.now += BOOKING
-        return process(booking, result)
+        return process(booking, result, push)
 
     monkeypatch.setattr(scheduler, "next_pass", slow_plan)
     monkeypatch.setattr(scheduler, "process", slow_process)

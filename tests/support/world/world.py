@@ -18,7 +18,8 @@ from radixrt.engine.engine import Engine
 from radixrt.forms.matcher import Form
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.answer import Answer
-from radixrt.schedule.booking import Booking
+from radixrt.schedule.booking import Booking, Push
+from radixrt.schedule.masks import PassForms
 from radixrt.schedule.passes import PassResult
 from radixrt.schedule.policy import SchedulePolicy, SchedulerConfig
 from radixrt.schedule.request import Request
@@ -239,7 +240,7 @@ class World:
             require("5: the host drops what was used longest ago", dropped == expected, (dropped, expected))
             return out
 
-        def watched_process(booking: Booking, result: PassResult) -> list[Answer]:
+        def watched_process(booking: Booking, result: PassResult, push: Push = PassForms.push) -> list[Answer]:
             ends = booking.pass_.seq_lens
             for answer, end, good in zip(booking.answers, ends, result.finite, strict=True):
                 if good and answer.lease is not None:
@@ -247,7 +248,7 @@ class World:
             assert self.in_flight.popleft() is booking
             if self.drafts is not None:
                 self.drafts.verified(booking, result)
-            return process(booking, result)
+            return process(booking, result, push)
 
         def watched_retract(answer: Answer) -> None:
             name = "11: the least urgent yields, and of these the latest"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from radixrt.execution.processors import usable_processors
+from radixrt.processors import usable_processors
 from radixrt.runtime import Runtime
 
 PROCESSORS = 12
