@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any
@@ -30,7 +30,7 @@ class FinishReason(str, Enum):
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts of one request. cached_tokens + computed_tokens = prompt_tokens.
+    """Token counts of one request, or of several together. cached_tokens + computed_tokens = prompt_tokens.
 
     Attributes:
         prompt_tokens: length of the prompt.
@@ -46,6 +46,11 @@ class Usage:
     computed_tokens: int
     completion_tokens: int
     recomputed_tokens: int = 0
+
+    @classmethod
+    def total(cls, usages: Iterable[Usage]) -> Usage:
+        """The counts of several requests together."""
+        return cls(*map(sum, zip(*map(astuple, usages), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -223,11 +228,12 @@ class StreamChunk:
     Attributes:
         text: text that has become certain since the chunk before of this answer; may be empty.
         token_ids: tokens since that chunk.
-        output: the whole output with all n answers, in the last chunk.
+        output: the whole output with all n answers, in the last chunk of a prompt.
         request_id: for `Runtime.abort`.
         index: which of the n answers it is a piece of.
         logprobs: of these tokens, if asked for.
         finish_reason, matched: as in CompletionOutput, in the answer's own last chunk.
+        prompt_index: place of the prompt in its call.
     """
 
     text: str
@@ -238,6 +244,7 @@ class StreamChunk:
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish_reason: FinishReason | None = None
     matched: int | str | None = None
+    prompt_index: int = 0
 
     def followed_by(self, later: StreamChunk) -> StreamChunk:
         """This one and the next of its answer as one."""

@@ -270,7 +270,7 @@ class Runtime:
         outputs.sort(key=attrgetter("index"))
         return outputs if many else outputs[0]
 
-    async def async_stream(
+    def async_stream(
         self,
         prompt: Prompt,
         sampling_params: Params = None,
@@ -282,8 +282,29 @@ class Runtime:
     ) -> AsyncGenerator[StreamChunk, None]:
         """`stream` for asyncio, as `async_generate`."""
         built = self._numbered(self._builder.build_streamed, prompt, sampling_params, tenant, request_id, priority)
-        with self._driver.opened(StreamCall(stream_interval), by_task=True) as call:
-            self._driver.submit([await self._in_thread(built)], call)
+        return self._async_chunks(lambda: [built()], stream_interval)
+
+    def async_stream_all(
+        self,
+        prompts: Iterable[Prompt],
+        sampling_params: Params | Iterable[Params] = None,
+        *,
+        tenant: str | None = None,
+    ) -> AsyncGenerator[StreamChunk, None]:
+        """`async_stream` for a list: chunks of all answers as they come, with the `prompt_index` of each.
+
+        The last chunk of each prompt has its output. Arguments and errors are those of `generate`.
+        """
+        listed, _ = listed_prompts(prompts)
+        build = partial(self._builder.build_all, streams=True)
+        built = self._numbered(build, listed, sampling_params, True, tenant, None, "raise")
+        return self._async_chunks(lambda: built()[1], 1)
+
+    async def _async_chunks(
+        self, built: Callable[[], list[Request]], interval: int
+    ) -> AsyncGenerator[StreamChunk, None]:
+        with self._driver.opened(StreamCall(interval), by_task=True) as call:
+            self._driver.submit(await self._in_thread(built), call)
             while not call.is_over:
                 for chunk in await self._driver.async_news(call):
                     yield chunk

@@ -6,7 +6,7 @@ import asyncio
 import json
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -27,6 +27,7 @@ from radixrt import (
     RequestOutput,
     Runtime,
     SamplingParams,
+    StreamChunk,
 )
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.schedule.passes import Pass, PassResult
@@ -319,18 +320,19 @@ def test_draws_depend_on_seed_and_index_alone(folder: Path) -> None:
 
 
 def calls_that_draw(runtime: Runtime) -> list[tuple[int, ...]]:
-    """What each of seven calls of every kind draws for the same prompt."""
+    """What each of eight calls of every kind draws for the same prompt."""
     prompt, params = [5, 6, 7], SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=3)
 
-    async def streamed() -> list[int]:
-        return [token async for chunk in runtime.async_stream(prompt, params) for token in chunk.token_ids]
+    async def joined(chunks: AsyncIterator[StreamChunk]) -> tuple[int, ...]:
+        return tuple([token async for chunk in chunks for token in chunk.token_ids])
 
     drawn = [runtime.generate(prompt, params).token_ids for _ in range(2)]
     drawn += [tuple(i for chunk in runtime.stream(prompt, params) for i in chunk.token_ids) for _ in range(2)]
     drawn += [output.token_ids for output in runtime.generate_iter([prompt], params)]
     output = asyncio.run(runtime.async_generate(prompt, params))
     assert isinstance(output, RequestOutput)
-    return [*drawn, output.token_ids, tuple(asyncio.run(streamed()))]
+    streams = runtime.async_stream(prompt, params), runtime.async_stream_all([prompt], params)
+    return [*drawn, output.token_ids, *(asyncio.run(joined(chunks)) for chunks in streams)]
 
 
 def test_each_call_draws_anew_and_the_same_calls_the_same(tmp_path: Path) -> None:
@@ -339,7 +341,7 @@ def test_each_call_draws_anew_and_the_same_calls_the_same(tmp_path: Path) -> Non
     tokenizer.save_pretrained(folder)
     with small_runtime(folder, seed=5) as runtime, small_runtime(folder, seed=5) as other:
         drawn = calls_that_draw(runtime)
-        assert len(set(drawn)) == len(drawn) == 7
+        assert len(set(drawn)) == len(drawn) == 8
         assert calls_that_draw(other) == drawn
         runtime.score([[5, 6]], [[7]])  # draws nothing, and is not counted
         assert calls_that_draw(runtime) == calls_that_draw(other) != drawn

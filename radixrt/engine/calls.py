@@ -66,8 +66,8 @@ class OutputCall(PendingCall[RequestOutput]):
 
 
 class StreamCall(PendingCall[StreamChunk]):
-    """A call of one request whose news are tokens as they come: of each answer the first, then `interval` of them
-    at a time; the last chunk has the output.
+    """A call whose news are tokens as they come: of each answer the first, then `interval` of them at a time; the
+    last chunk of a request has its output.
     """
 
     def __init__(self, interval: int = 1) -> None:
@@ -76,19 +76,22 @@ class StreamCall(PendingCall[StreamChunk]):
         self._seen: dict[Answer, int] = {}  # output tokens that were news
         self._over: set[Answer] = set()  # whose last chunk was news
 
-    def catch_up(self) -> bool:
-        """Add the new tokens of answers that have enough of them to the news. Returns whether there are any."""
-        (first,) = self.requests.values()
+    def catch_up(self, request_id: int | str) -> bool:
+        """Add the new tokens of those of a request's answers that have enough of them to the news. Returns whether
+        there are any.
+        """
+        first = self.requests[request_id]
         due = [] if first is None else [answer for answer in first.family if self._is_due(answer)]
         self._news += [self._chunk(answer) for answer in due]
         return bool(due)
 
     def take(self) -> Iterator[StreamChunk]:
-        """Take all news as one chunk of each answer, that with the output last."""
-        chunks: dict[int, StreamChunk] = {}
+        """Take all news as one chunk of each answer, of a request's that with the output last."""
+        chunks: dict[tuple[int, int], StreamChunk] = {}
         for chunk in super().take():
-            before = chunks.pop(chunk.index, None)  # it comes to the end
-            chunks[chunk.index] = chunk if before is None else before.followed_by(chunk)
+            answer = chunk.prompt_index, chunk.index
+            before = chunks.pop(answer, None)  # it comes to the end
+            chunks[answer] = chunk if before is None else before.followed_by(chunk)
         yield from chunks.values()
 
     def _is_due(self, answer: Answer) -> bool:
@@ -102,8 +105,8 @@ class StreamCall(PendingCall[StreamChunk]):
         self._seen[answer] = seen + len(ids)
         if answer.finished:
             self._over.add(answer)
-        logprobs = None
-        if answer.request.params.logprobs is not None:
+        request, logprobs = answer.request, None
+        if request.params.logprobs is not None:
             logprobs = tuple(answer.log.logprobs[seen : seen + len(ids)])
         try:
             text = answer.text
@@ -111,7 +114,7 @@ class StreamCall(PendingCall[StreamChunk]):
                 text.finish()
             delta = "" if text is None else text.delta()
             return StreamChunk(
-                delta, ids, output, answer.request.id, answer.sample_index, logprobs, *answer.ending()
+                *(delta, ids, output, request.id, answer.sample_index, logprobs, *answer.ending(), request.index)
             )
         except Exception as error:  # for its consumer: one request's text must not cost the others theirs
             return error

@@ -342,7 +342,8 @@ class Driver:
                 for _ in paced(range(len(self._ended))):
                     self._end(self._ended[0].family[0], told)
                     self._ended.popleft()
-                told += [call for call in paced(tuple(self._streams.values())) if call.catch_up()]
+                streams = paced(tuple(self._streams.items()))
+                told += [call for request_id, call in streams if call.catch_up(request_id)]
             finally:
                 if told:
                     self._wake(told)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple
 from itertools import accumulate
 from typing import Any
 
@@ -180,8 +179,7 @@ def answer_body(
                 choice |= _after_prompt(output, answer, echoed[place], spelling)
             choices.append(choice)
     head = _head(url, name, id_digest=id_digest, model=model, created=created)
-    columns = zip(*(astuple(output.usage) for output in outputs), strict=True)
-    usage = usage_fields(Usage(*map(sum, columns)))
+    usage = usage_fields(Usage.total(output.usage for output in outputs))
     return {**head, "choices": choices, "usage": usage, "system_fingerprint": None}
 
 

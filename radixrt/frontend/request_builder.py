@@ -150,6 +150,7 @@ class RequestBuilder:
         on_error: OnError,
         priority: int | Iterable[int] = 0,
         call: int = 0,
+        streams: bool = False,
     ) -> tuple[list[RequestOutput], list[Request]]:
         """Outputs of the prompts that cannot run, where errors are returned, and requests for the others.
 
@@ -177,6 +178,7 @@ class RequestBuilder:
                     tenant=tenant,
                     request_id=own_id,
                     priority=urgency,
+                    streams=streams,
                     call=call,
                 )
                 requests.append(request)

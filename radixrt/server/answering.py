@@ -67,45 +67,48 @@ class Answering:
         return prompt if isinstance(prompt, str) else ""
 
     async def events(self, asked: Asked, tenant: str | None, on_end: OnEnd) -> Events:
-        """The server-sent events of the answers to one prompt. Raises RadixrtError before the first one where it
-        cannot run; what goes wrong later is the last event. `on_end` is called if all went well.
+        """The server-sent events of the answers to all prompts, numbered as in a body. Raises RadixrtError before
+        the first one where a prompt cannot run; what goes wrong later, with any of them, is the last event.
+        `on_end` is called if all went well.
         """
         head: Any = {"id_digest": uuid.uuid4().hex, "model": asked.model, "created": int(time.time())}
-        offsets = [0] * asked.params.n  # characters of tokens that were told of, by answer
-        answers = [_Streamed(asked.reading) for _ in range(asked.params.n)]
+        answers = [_Streamed(asked.reading) for _ in range(asked.num_answers)]
+        usages: list[Usage] = []
 
         def event(index: int, text: str | None, **more: Any) -> bytes:
             return event_bytes(chunk_body(asked.url, index, text, **more, **head))
 
-        async with aclosing(self._runtime.async_stream(asked.prompts[0], asked.params, tenant=tenant)) as chunks:
+        stream = self._runtime.async_stream_all(list(asked.prompts), asked.params, tenant=tenant)
+        async with aclosing(stream) as chunks:
             chunk = sound(await anext(chunks))
             if asked.url == CHAT:
-                for index in range(asked.params.n):
+                for index in range(asked.num_answers):
                     yield event(index, None)
             try:
                 while True:
-                    tokens, answer = shown_logprobs(chunk), answers[chunk.index]
+                    index = chunk.prompt_index * asked.params.n + chunk.index
+                    tokens, answer = shown_logprobs(chunk), answers[index]
                     is_whole = chunk.finish_reason is not None and chunk.finish_reason.is_whole
                     ended = chunk.finish_reason if is_whole else None
                     deltas = answer.deltas(chunk.text, ended is not None)
                     if tokens or deltas:
-                        logprobs = logprobs_body(asked.url, tokens, self._spelling, offsets[chunk.index])
+                        logprobs = logprobs_body(asked.url, tokens, self._spelling, answer.offset)
                         for delta in deltas or [{}]:
-                            yield event(chunk.index, chunk.text, delta=delta, logprobs=logprobs)
+                            yield event(index, chunk.text, delta=delta, logprobs=logprobs)
                             logprobs = None
-                        offsets[chunk.index] += sum(
-                            len(self._spelling.of(one.token_id).text) for one in tokens or ()
-                        )
+                        answer.offset += sum(len(self._spelling.of(one.token_id).text) for one in tokens or ())
                     if ended is not None:
-                        yield event(chunk.index, "", finish_reason=finish_reason(ended, answer.has_called))
+                        yield event(index, "", finish_reason=finish_reason(ended, answer.has_called))
                     if chunk.output is not None:
+                        usages.append(chunk.output.usage)
+                    if len(usages) == len(asked.prompts):
                         break
                     chunk = sound(await anext(chunks))
             except RadixrtError as error:
                 yield event_bytes(refusal_of(error).body())
                 return
-        counts = usage_body(asked.url, chunk.output.usage, **head)
-        on_end(str(counts["id"]), [chunk.output.usage])
+        counts = usage_body(asked.url, Usage.total(usages), **head)
+        on_end(str(counts["id"]), usages)
         if asked.wants_usage:
             yield event_bytes(counts)
         yield DONE
@@ -121,9 +124,14 @@ def whole_outputs(outputs: RequestOutput | list[RequestOutput]) -> list[RequestO
 
 
 class _Streamed:
-    """One answer as it is streamed: its text as it comes, or taken apart."""
+    """One answer as it is streamed: its text as it comes, or taken apart.
+
+    Attributes:
+        offset: characters of its tokens that were told of.
+    """
 
     def __init__(self, reading: Reading | None) -> None:
+        self.offset = 0
         self._reader = None if reading is None else reading.reader()
         self._deltas = Deltas()
 

@@ -81,8 +81,6 @@ def read_asked(
     reading = None
     if isinstance(prompts[0], Chat):
         reading, params = reading_of(given, prompts[0], params, parsers, tokenizer)
-    if is_streamed and len(prompts) > 1:
-        raise ParameterError(f"the body has {len(prompts)} prompts; a stream answers one")
     return Asked(url, model_of(rest, limits), prompts, params, reading, is_echoed, is_streamed, wants_usage)
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 from radixrt.checks import check_int, check_kind, check_prompt
 from radixrt.errors import ParameterError, PromptError, RadixrtError
 from radixrt.frontend.openai import as_json
 from radixrt.frontend.sampling_aliases import sampling_params_from_dict
-from radixrt.output import RequestOutput
+from radixrt.output import RequestOutput, StreamChunk
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import MAX_LOGPROBS, SamplingParams
 from radixrt.server.answering import DONE, OnEnd, sound, whole_outputs
@@ -74,8 +75,6 @@ def read_generate(given: dict[str, Any], defaults: SamplingParams, limits: Limit
     elif top:
         raise ParameterError("top_logprobs_num needs return_logprob")
     check_size(len(prompts), max(one.n for one in params), limits)
-    if is_streamed and (several or params[0].n > 1):
-        raise ParameterError("a stream has one prompt and one answer")
     return AskedGenerate(prompts, params, several or params[0].n > 1, is_streamed)
 
 
@@ -101,26 +100,52 @@ class Generating:
         return str(outputs[0].id), answers if asked.is_listed else answers[0]
 
     async def events(self, asked: AskedGenerate, tenant: str | None, on_end: OnEnd) -> Events:
-        """Server-sent events, each with all text so far. Raises RadixrtError before the first one where the prompt
-        cannot run; what goes wrong later is the last event. `on_end` is called if all went well.
+        """Server-sent events, each with all text so far of one answer, whose place in the list is its `index`.
+        Raises RadixrtError before the first one where a prompt cannot run; what goes wrong later, with any of
+        them, is the last event. `on_end` is called if all went well.
         """
-        text, ids = "", list[int]()
-        stream = self._runtime.async_stream(asked.prompts[0], asked.params[0], tenant=tenant)
-        async with aclosing(stream) as chunks:
+        firsts = [*accumulate((params.n for params in asked.params), initial=0)]  # of each prompt's answers
+        answers = [_Streamed() for _ in range(asked.num_answers)]
+        ended: dict[int, RequestOutput] = {}  # by the place of the prompt
+
+        def event(index: int, shown: dict[str, Any]) -> bytes:
+            return event_bytes({**shown, "index": index} if asked.is_listed else shown)
+
+        async with aclosing(self._runtime.async_stream_all(asked.prompts, asked.params, tenant=tenant)) as chunks:
             chunk = sound(await anext(chunks))
             try:
-                while chunk.output is None:
-                    text += chunk.text
-                    ids += chunk.token_ids
-                    meta = {"id": str(chunk.request_id), "finish_reason": None, "completion_tokens": len(ids)}
-                    yield event_bytes({"text": text, "output_ids": ids, "meta_info": meta})
+                while True:
+                    first = firsts[chunk.prompt_index]
+                    if (output := chunk.output) is not None:  # now all is known of each of its answers
+                        ended[chunk.prompt_index] = output
+                        for index, answer in enumerate(output.split(), first):
+                            yield event(index, _shown(answer))
+                    else:
+                        index = first + chunk.index
+                        yield event(index, answers[index].followed_by(chunk))
+                    if len(ended) == len(asked.prompts):
+                        break
                     chunk = sound(await anext(chunks))
             except RadixrtError as error:
                 yield event_bytes(refusal_of(error).body())
                 return
-        on_end(str(chunk.output.id), [chunk.output.usage])
-        yield event_bytes(_shown(chunk.output))
+        on_end(str(ended[0].id), [output.usage for output in ended.values()])
         yield DONE
+
+
+@dataclass
+class _Streamed:
+    """One answer as it is streamed: all of it so far."""
+
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+
+    def followed_by(self, chunk: StreamChunk) -> dict[str, Any]:
+        """With more of it, as an event has it."""
+        self.text += chunk.text
+        self.ids += chunk.token_ids
+        meta = {"id": str(chunk.request_id), "finish_reason": None, "completion_tokens": len(self.ids)}
+        return {"text": self.text, "output_ids": self.ids, "meta_info": meta}
 
 
 def _shown(output: RequestOutput) -> dict[str, Any]:

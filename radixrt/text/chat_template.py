@@ -16,7 +16,7 @@ from typing import Any
 
 from radixrt.errors import TokenizerError
 from radixrt.text import template_process
-from radixrt.text.chat import Chat
+from radixrt.text.chat import Chat, Message
 
 # Of one rendering. The templates of known models take milliseconds, and a few times the text of their messages.
 MAX_SECONDS = 10.0  # of CPU time
@@ -36,6 +36,8 @@ _WHAT = {
     _GIVEN_UP: f"has taken more than {MAX_SECONDS:g} seconds {MAX_ENDLESS} times in a row: it is not run again",
     _ENDED: "has ended the process that renders it, with the status {cause}",
 }
+
+_THINKING = "thinking"  # gpt-oss's name for reasoning_content
 
 # Behind a message that goes on. Its blank shows whether the template strips messages.
 _END_MARK = "[end of the message that 9c1f5e27 goes on] "
@@ -100,7 +102,7 @@ class ChatTemplate:
         self, chat: Chat, template_kwargs: Mapping[str, Any], add_generation_prompt: bool
     ) -> dict[str, Any]:
         """What the process is asked. Raises TokenizerError if the template would leave something out."""
-        with_tools, messages = bool(chat.tools), chat.messages
+        with_tools, messages = bool(chat.tools), list[Message](chat.messages)
         if with_tools:
             self.check_uses(["tools"], "the chat has", with_tools=True)
         if any(message.get("tool_calls") for message in messages):
@@ -109,6 +111,8 @@ class ChatTemplate:
         if chat.is_continued:
             *before, last = messages
             messages = [*before, {**last, "content": last["content"] + _END_MARK}]
+        if self.holds("<|channel|>analysis") and self.holds(_THINKING) and not self.holds("reasoning_content"):
+            messages = [*map(_with_thinking, messages)]  # it is gpt-oss's
         variables = {
             "messages": messages,
             "tools": chat.tools or None,
@@ -188,6 +192,17 @@ def _stop(process: subprocess.Popen[bytes], owner: int, wait: float) -> int:
             assert pipe is not None
             pipe.close()
     return status
+
+
+def _with_thinking(message: Message) -> Message:
+    """A message with its thoughts where gpt-oss's template looks for them. It takes a call's message with either
+    thoughts or a content: then the content is kept.
+    """
+    if not (thoughts := message.get("reasoning_content")) or (
+        message.get("content") and message.get("tool_calls")
+    ):
+        return message
+    return {**message, _THINKING: thoughts}
 
 
 def _text_of(answer: dict[str, str]) -> str:

@@ -27,6 +27,7 @@ from radixrt.bench.streams import SlowRunner, letters
 from radixrt.engine.driver import WOKEN_AT_ONCE, wake_soon, with_pauses
 from radixrt.engine.parts import Parts
 from radixrt.frontend.request_builder import RequestBuilder
+from radixrt.output import StreamChunk
 from radixrt.planning.simulated import ConstantRunner, simulated_parts
 from radixrt.schedule.answer import Answer
 from radixrt.schedule.passes import PassResult
@@ -782,6 +783,33 @@ def test_threads_and_tasks_advance_together() -> None:
         assert max(median(one) for one in sizes.values()) == 1
         assert len(next(idle).token_ids) > 10  # what came meanwhile, as one chunk
         idle.close()
+        assert nothing_is_left(runtime)
+
+
+def test_prompts_of_one_stream_advance_together() -> None:
+    """Each chunk tells whose it is; leaving ends all of them."""
+    lengths = (2, 5, 20)
+
+    async def chunks(runtime: Runtime) -> list[StreamChunk]:
+        each = [Params(max_new_tokens=most, ignore_eos=True, n=2) for most in lengths]
+        return [chunk async for chunk in runtime.async_stream_all([[5], [6], [7]], each)]
+
+    async def left(runtime: Runtime) -> None:
+        stream = runtime.async_stream_all([[5], [6], [7]], replace(SHORT, max_new_tokens=150))
+        async with contextlib.aclosing(stream) as some:
+            await anext(some)
+
+    with streaming() as runtime:
+        told = asyncio.run(chunks(runtime))
+        assert [(one.prompt_index, one.index) for one in told[:6]] == [(p, i) for p in range(3) for i in range(2)]
+        for prompt, length in enumerate(lengths):
+            own = [chunk for chunk in told if chunk.prompt_index == prompt]
+            assert sum(len(chunk.token_ids) for chunk in own) == 2 * length
+            assert [chunk.output is not None for chunk in own] == [False] * (len(own) - 1) + [True]
+            assert own[-1].output.index == prompt  # type: ignore[union-attr]
+        began = runtime.activity().decoded_tokens
+        asyncio.run(left(runtime))
+        assert runtime.activity().decoded_tokens - began < 150
         assert nothing_is_left(runtime)
 
 

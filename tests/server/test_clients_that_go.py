@@ -10,7 +10,7 @@ import pytest
 from radixrt.runtime import Runtime
 from radixrt.server.app import Server
 from radixrt.server.limits import Limits
-from tests.support.serving import LONG, Serving, counted, held, until
+from tests.support.serving import LONG, QUESTIONS, Serving, counted, held, until
 
 
 def abandoned(url: str, content: bytes, length: int | None = None) -> socket.socket:
@@ -35,9 +35,12 @@ def test_before_the_first_token(stream: bool, serving: Serving, runtime: Runtime
     until(lambda: not runtime.has_work)
 
 
-def test_in_the_middle_of_a_stream(serving: Serving, runtime: Runtime) -> None:
+@pytest.mark.parametrize("prompt", [QUESTIONS[0], QUESTIONS])
+def test_in_the_middle_of_a_stream(prompt: str | list[str], serving: Serving, runtime: Runtime) -> None:
+    """Of one prompt, or of several, which all end."""
     url, began = serving(), runtime.activity().decoded_tokens
-    with httpx.stream("POST", f"{url}/v1/completions", json={**LONG, "stream": True}, timeout=30) as response:
+    body = {**LONG, "prompt": prompt, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as response:
         next(response.iter_lines())
     until(lambda: not runtime.has_work)
     assert runtime.activity().decoded_tokens - began < 890

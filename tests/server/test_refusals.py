@@ -39,7 +39,7 @@ from tests.support.serving import ANSWERS, GREEDY, LONG, QUESTIONS, Serving, cli
         ("/v1/completions", {"prompt": "a", "n": 10**9}, 400, "n is 1000000000"),
         ("/v1/completions", {"prompt": ["a"] * 5}, 400, "the body asks for 5 x 1 answers"),
         ("/v1/completions", {"prompt": ["a", "b"], "n": 9}, 400, "the body asks for 2 x 9 answers"),
-        ("/v1/completions", {"prompt": ["a", "b"], "stream": True}, 400, "2 prompts; a stream answers one"),
+        ("/v1/completions", {"prompt": [[1], [10**9]], "stream": True}, 400, "1 of 2 prompts cannot be run"),
         ("/v1/completions", {"prompt": "a", "stream": 1}, 400, "stream is 1; it must be true or false"),
         ("/v1/completions", {"prompt": "a", "stream_options": {"include_usage": True}}, 400, "needs a stream"),
         ("/v1/completions", {"prompt": [10**6], "stream": True}, 400, "token"),

@@ -112,13 +112,26 @@ def test_streams(is_chat: bool, serving: Serving) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+@pytest.mark.parametrize("prompt", [QUESTIONS[0], QUESTIONS, [[1, 1128, 1379], [1, 1379]]], ids=type)
 @pytest.mark.parametrize("stop", [None, ["a", " "]])
-def test_streams_of_completions_with_logprobs(stop: list[str] | None, serving: Serving) -> None:
-    """Their pieces join to the answers without a stream."""
+def test_streams_of_completions_with_logprobs(prompt: Any, stop: list[str] | None, serving: Serving) -> None:
+    """Their pieces join to the answers without a stream, also to several prompts, which come side by side."""
     client = client_of(serving())
-    asked: dict[str, Any] = {**GREEDY, "temperature": 1.5, "seed": 3, "n": 3, "logprobs": 2, "max_tokens": 12}
-    whole = client.completions.create(prompt=QUESTIONS[0], stop=stop, **asked)
-    chunks = [*client.completions.create(prompt=QUESTIONS[0], stop=stop, stream=True, **asked)]
+    asked: dict[str, Any] = {
+        **GREEDY,
+        **{"temperature": 1.5, "seed": 3, "n": 3, "logprobs": 2},
+        "max_tokens": 12,
+        "extra_body": {"ignore_eos": True},
+    }
+    whole = client.completions.create(prompt=prompt, stop=stop, **asked)
+    more: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = client.completions.create(prompt=prompt, stop=stop, **more, **asked)
+    assert (last.choices, last.usage.completion_tokens) == ([], whole.usage.completion_tokens)
+    assert last.usage.prompt_tokens == whole.usage.prompt_tokens
+    numbers = [chunk.choices[0].index for chunk in chunks]
+    assert {*numbers} == {choice.index for choice in whole.choices}
+    if stop is None:
+        assert [*numbers[: len(whole.choices)]] == [*range(len(whole.choices))], "each after one token"
     for choice in whole.choices:
         own = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == choice.index]
         assert "".join(one.text for one in own) == choice.text

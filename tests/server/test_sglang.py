@@ -70,7 +70,28 @@ def test_a_stream(serving: Serving) -> None:
     texts = [event["text"] for event in events]
     assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
     assert len({event["meta_info"]["id"] for event in events}) == 1
+    assert not any("index" in event for event in events)
     assert [event["meta_info"]["completion_tokens"] for event in events[:-1]] == list(range(1, len(events)))
+
+
+def test_a_stream_of_a_list(serving: Serving) -> None:
+    """Events have the place of their answer in the list as their index, as SGLang's do."""
+    url = serving()
+    for text, n in ((QUESTIONS, 1), (QUESTIONS[:2], 2), (QUESTIONS[0], 2), (QUESTIONS[:1], 1)):
+        params = {**GREEDY, "temperature": 1.5, "seed": 3, "n": n}
+        whole = asked(url, text=text, sampling_params=params)
+        body = {"text": text, "sampling_params": params, "stream": True}
+        lines = httpx.post(f"{url}/generate", json=body, timeout=60).text.split("\n\n")
+        assert lines[-2:] == ["data: [DONE]", ""]
+        events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+        assert {event["index"] for event in events} == {*range(len(whole))}
+        for index, answer in enumerate(whole):
+            *before, last = [event for event in events if event["index"] == index]
+            assert (last["text"], last["output_ids"]) == (answer["text"], answer["output_ids"])
+            assert last["meta_info"]["finish_reason"] == answer["meta_info"]["finish_reason"]
+            assert {event["meta_info"]["finish_reason"] for event in before} <= {None}
+            texts = [event["text"] for event in (*before, last)]
+            assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +109,7 @@ def test_a_stream(serving: Serving) -> None:
         ({"text": "a", "sampling_params": {"heat": 1}}, "unknown sampling parameter 'heat'"),
         ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params are 1, and prompts 2"),
         ({"text": "a", "stream": 1}, "stream is 1"),
-        ({"text": ["a"], "stream": True}, "a stream has one prompt"),
+        ({"input_ids": [[1], [10**9]], "stream": True}, "1 of 2 prompts cannot be run:\nprompt 1 "),
         ({"text": "a", "top_logprobs_num": 2}, "needs return_logprob"),
         ({"text": "a", "return_logprob": True, "top_logprobs_num": 10**6}, "top_logprobs_num is 1000000"),
         ({"text": "a", "sampling_params": {"n": 10**6}}, "n"),

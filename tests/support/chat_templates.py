@@ -27,8 +27,16 @@ LLAMA = (
     "{% endif %}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
+# Of thoughts it shows those before a call, unless an answer has come since.
 GPT_OSS = (
-    _HEAD + "{% if m.tool_calls %}" + _CALLS + "<|start|>assistant to=functions.{{ f.name }}<|channel|>"
+    _HEAD + "{% if m.tool_calls %}{% if m.content and m.thinking %}"
+    "{{ raise_exception('Cannot pass both content and thinking in a message with tool calls!') }}{% endif %}"
+    "{% set since = messages[loop.index:] | selectattr('role', 'equalto', 'assistant') %}"
+    "{% set has_ended = since | rejectattr('tool_calls') | list %}"
+    "{% if (m.content or m.thinking) and not has_ended %}"
+    "<|start|>assistant<|channel|>analysis<|message|>{{ m.content or m.thinking }}<|end|>{% endif %}"
+    + _CALLS
+    + "<|start|>assistant to=functions.{{ f.name }}<|channel|>"
     "commentary json"
     "<|message|>{{ f.arguments | tojson }}<|call|>{% endfor %}{% else %}<|start|>{{ m.role }}<|message|>"
     "{{ m.content }}<|end|>{% endif %}{% endfor %}{# <|channel|>analysis #}"

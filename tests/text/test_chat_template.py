@@ -19,6 +19,7 @@ from radixrt.text import chat_template
 from radixrt.text.chat import Chat
 from radixrt.text.chat_template import ChatTemplate
 from radixrt.text.tokenizer import Tokenizer, load_tokenizer
+from tests.support.chat_templates import GPT_OSS
 from tests.support.small_tokenizers import CHATML, HARMONY, chat_tokenizer
 
 CHAT = [{"role": "system", "content": " Be <brief> & 'kind'. "}, {"role": "user", "content": "日本 😀\n\n x"}]
@@ -129,6 +130,21 @@ def test_what_the_template_does_not_use_is_refused(tmp_path: Path) -> None:
         tokenizer.chat_text({"messages": CHAT, "tools": [TOOL]})
     with pytest.raises(TokenizerError, match="the chat has 'tool_calls', which the chat template"):
         tokenizer.chat_text(CALLED)
+
+
+def test_thoughts_of_gpt_oss(tmp_path: Path) -> None:
+    """Its template calls them thinking, and shows those before a call. A call's content goes before them."""
+    tokenizer = chat_tokenizer(tmp_path, GPT_OSS)
+    said = "<|start|>assistant<|channel|>analysis<|message|>{}<|end|><|start|>assistant to=functions.weather"
+    for more, shown in (({"reasoning_content": "Look."}, "Look."), ({"content": "I look."}, "I look.")):
+        for also in ({}, {"reasoning_content": "Look."}):
+            called = {"role": "assistant", "content": None, "tool_calls": [CALL], **more, **also}
+            chat = [CALLED[0], called, CALLED[2]]
+            assert said.format(shown) in tokenizer.chat_text(chat)
+            assert shown not in tokenizer.chat_text([*chat, {"role": "assistant", "content": "It rains."}])
+    thought = [CALLED[0], {"role": "assistant", "content": "Yes.", "reasoning_content": "Look."}]
+    for source in ("{# <|channel|>analysis thinking reasoning_content #}", "{# thinking #}"):
+        assert "'thinking'" not in chat_tokenizer(tmp_path, source + "{{ messages[1] }}").chat_text(thought)
 
 
 def test_calls_without_a_content(tmp_path: Path) -> None:
