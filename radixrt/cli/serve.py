@@ -37,11 +37,11 @@ http://127.0.0.1:8000/ is a page that shows the tree of cached prefixes as it li
 A file of API keys has a key of at least 16 characters a line. Each key is a tenant with a cache of its own, so
 that nobody can time what others have asked. Without keys the server listens to this machine alone.
 
-SIGTERM and Ctrl-C refuse new connections, let requests that run end, and end the server; then --save-cache saves.
-A second one cuts them, and saves nothing.
+SIGTERM, Ctrl-C and SIGHUP refuse new connections, let requests that run end, and end the server; then
+--save-cache saves. A second one cuts them, and saves nothing.
 
 exit status: 2 the options, the model or a file cannot be used, or the port is taken; 75 the device was lost, and
-the cache with it; 130 ended by Ctrl-C, 143 by SIGTERM.
+the cache with it; 130 ended by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP.
 """
 
 

@@ -78,6 +78,13 @@ def first_interrupt(notice: str) -> Iterator[FirstSignal]:
 
 
 @contextlib.contextmanager
+def handled_by(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP inside call `handler`; one that is ignored stays so, as SIGHUP is under nohup."""
+    with _handled(lambda number, before: before is not signal.SIG_IGN, handler):
+        yield
+
+
+@contextlib.contextmanager
 def deferred() -> Iterator[None]:
     """Delay the signals to the end, so that the code inside is not cut in two; a third one acts at once.
 

@@ -15,13 +15,16 @@ from fastapi import FastAPI
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
+from radixrt.engine.signals import handled_by
 from radixrt.errors import ParameterError
 from radixrt.server.admin import Admin
 from radixrt.server.app import Server
+from radixrt.server.hard_end import end_process_within
 from radixrt.server.limits import Limits
 
 _MAX_HEADER_BYTES = 65_536
 _CUT_SECONDS = 5  # for requests that are cut; uvicorn cancels what is left, with tracebacks
+_HANG_SECONDS = 5  # for the pass that runs, after a second signal
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
@@ -41,9 +44,18 @@ def listening_socket(host: str, port: int) -> socket.socket:
     return listening
 
 
-class Listener(uvicorn.Server):
-    """Serves by `run(sockets=[...])` until SIGTERM or SIGINT; then refuses new connections, and lets requests that
-    run end. Those left after `drain_seconds`, or at a second signal, are cut. `run` returns then.
+class _Unsignalled(uvicorn.Server):
+    """A server that leaves signals to who runs it."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Listener(_Unsignalled):
+    """Serves by `run(sockets=[...])` until SIGTERM, SIGINT or SIGHUP; then refuses new connections, and lets
+    requests that run end. Those left after `drain_seconds`, or at a second signal, are cut. `run` returns then, once
+    the pass that runs has ended; after a second signal that is given 5 s, and then the process ends.
 
     Attributes:
         signal: the first one; None before it has come.
@@ -60,7 +72,12 @@ class Listener(uvicorn.Server):
         """With `admin`, its actions are served beside, at that socket, until the server has ended."""
         super().__init__(_config(server.app(), server.limits, drain_seconds + _CUT_SECONDS))
         self.signal: int | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # before it runs
         self._server, self._drain_seconds, self._on_start, self._admin = server, drain_seconds, on_start, admin
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        with handled_by(self.handle_exit):  # until the threads of its loop have ended, too: a pass may hang
+            super().run(sockets)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -68,7 +85,7 @@ class Listener(uvicorn.Server):
             await super().serve(sockets)
             return
         admin, bound = self._admin
-        beside = _Beside(_config(admin.app(), self._server.limits, _CUT_SECONDS))
+        beside = _Unsignalled(_config(admin.app(), self._server.limits, _CUT_SECONDS))
         served = asyncio.ensure_future(beside.serve([bound]))
         try:
             await super().serve(sockets)
@@ -81,27 +98,22 @@ class Listener(uvicorn.Server):
         self._on_start()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # Not uvicorn's own, which raises the signal again in the end: `run` is to return.
         self._server.draining = self.should_exit = True
+        loop = self._loop
         if self.signal is None:
             self.signal = sig
-            self._loop.call_soon_threadsafe(self._loop.call_later, self._drain_seconds, self._cut)
-        else:
+            if loop is not None:
+                loop.call_soon_threadsafe(loop.call_later, self._drain_seconds, self._cut)
+        elif not self.force_exit:
             self.force_exit = True
-            self._loop.call_soon_threadsafe(self._cut)
+            if loop is not None and not loop.is_closed():
+                loop.call_soon_threadsafe(self._cut)
+                loop.call_soon_threadsafe(end_process_within, _HANG_SECONDS, self.signal)
 
     def _cut(self) -> None:
         """Let the requests end as if their clients had gone away."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()
-
-
-class _Beside(uvicorn.Server):
-    """A second server in a Listener's loop: signals are the Listener's."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class _Protocol(H11Protocol):

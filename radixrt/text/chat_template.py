@@ -198,9 +198,8 @@ def _with_thinking(message: Message) -> Message:
     """A message with its thoughts where gpt-oss's template looks for them. It takes a call's message with either
     thoughts or a content: then the content is kept.
     """
-    if not (thoughts := message.get("reasoning_content")) or (
-        message.get("content") and message.get("tool_calls")
-    ):
+    thoughts, calls = message.get("reasoning_content"), message.get("tool_calls")
+    if not thoughts or (calls and message.get("content")):
         return message
     return {**message, _THINKING: thoughts}
 

@@ -62,7 +62,7 @@ def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"the server cannot listen at 127.0.0.1, port {port}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_lets_what_runs_end(number: signal.Signals, tmp_path: Path) -> None:
     """New connections are refused, and the cache is saved in the end."""
     cache = tmp_path / "cache"
@@ -79,7 +79,7 @@ def test_a_signal_lets_what_runs_end(number: signal.Signals, tmp_path: Path) -> 
     assert answer.json()["usage"]["completion_tokens"] == 450
     assert "Traceback" not in served.told()
     assert f"cached tokens saved to {cache}" in served.told()
-    if number == signal.SIGTERM:  # once: it takes seconds
+    if number != signal.SIGINT:  # once: it takes seconds
         return
     with Served(tmp_path, "--load-cache", str(cache)) as served:
         assert served.ask(max_tokens=1).json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
@@ -108,6 +108,27 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
         assert isinstance(asked.exception(), httpx.TransportError)
     assert "Traceback" not in served.told()
     assert not cache.exists()
+
+
+@pytest.mark.parametrize("drain", ["60", "0"])
+def test_a_second_signal_ends_it_though_a_pass_hangs(drain: str, tmp_path: Path) -> None:
+    """Whether requests are cut by then or not."""
+    options = ("--drain-seconds", drain)
+    with (
+        Served(tmp_path, *options, module="tests.support.hanging_passes") as served,
+        ThreadPoolExecutor() as threads,
+    ):
+        asked = threads.submit(served.ask)
+        served.until_it_tells("radixrt_waiting_requests 1.0")
+        served.process.send_signal(signal.SIGTERM)
+        time.sleep(1)
+        assert served.process.poll() is None
+        assert asked.done() == (drain == "0")
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(15) == 128 + signal.SIGTERM
+        assert isinstance(asked.exception(), httpx.TransportError)
+    assert "radixrt: what runs has not ended within 5 s, and the process ends with it" in served.told()
+    assert "Traceback" not in served.told()
 
 
 def test_an_admin_socket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from radixrt.engine.signals import (
     Interrupted,
     deferred,
     first_interrupt,
+    handled_by,
     signal_of,
     termination_raises,
 )
@@ -157,6 +158,21 @@ def test_an_exception_inside_is_what_comes_out() -> None:
         with pytest.raises(ValueError, match="mine"):
             work()
         assert not interrupted.is_set()
+
+
+def test_a_handler_for_all_but_what_is_ignored() -> None:
+    numbers: list[int] = []
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        for expected in ([INT, TERM], [INT, TERM, signal.SIGHUP]):
+            numbers.clear()
+            with handled_by(lambda number, frame: numbers.append(number)):
+                for number in (INT, TERM, signal.SIGHUP):
+                    signal.raise_signal(number)
+            assert numbers == expected
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_sigterm_without_a_handler_is_not_held_up() -> None:

@@ -117,12 +117,8 @@ def test_streams(is_chat: bool, serving: Serving) -> None:
 def test_streams_of_completions_with_logprobs(prompt: Any, stop: list[str] | None, serving: Serving) -> None:
     """Their pieces join to the answers without a stream, also to several prompts, which come side by side."""
     client = client_of(serving())
-    asked: dict[str, Any] = {
-        **GREEDY,
-        **{"temperature": 1.5, "seed": 3, "n": 3, "logprobs": 2},
-        "max_tokens": 12,
-        "extra_body": {"ignore_eos": True},
-    }
+    drawn: dict[str, Any] = {"temperature": 1.5, "seed": 3, "n": 3, "logprobs": 2, "max_tokens": 12}
+    asked: dict[str, Any] = {**GREEDY, **drawn, "extra_body": {"ignore_eos": True}}
     whole = client.completions.create(prompt=prompt, stop=stop, **asked)
     more: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     *chunks, last = client.completions.create(prompt=prompt, stop=stop, **more, **asked)

@@ -66,8 +66,8 @@ def held(runtime: Runtime) -> Iterator[None]:
 class Served:
     """`radixrt serve` with options, from its line that says where; ended in any case."""
 
-    def __init__(self, folder: Path, *options: str) -> None:  # its log is in the folder
-        command = [sys.executable, "-m", "radixrt", "serve", "--port", "0", "--device", "cpu", *options]
+    def __init__(self, folder: Path, *options: str, module: str = "radixrt") -> None:  # its log is in the folder
+        command = [sys.executable, "-m", module, "serve", "--port", "0", "--device", "cpu", *options]
         self._log = folder / "err"
         with self._log.open("w") as log:
             self.process = subprocess.Popen(command, stderr=log)
@@ -98,5 +98,9 @@ class Served:
         return True
 
     def until_it_runs(self, count: int = 1) -> None:
-        while f"radixrt_running_requests {count}.0" not in httpx.get(f"{self.url}/metrics").text:
+        self.until_it_tells(f"radixrt_running_requests {count}.0")
+
+    def until_it_tells(self, number: str) -> None:
+        """In `/metrics`."""
+        while number not in httpx.get(f"{self.url}/metrics").text:
             time.sleep(0.01)
