@@ -54,8 +54,8 @@ class _Unsignalled(uvicorn.Server):
 
 class Listener(_Unsignalled):
     """Serves by `run(sockets=[...])` until SIGTERM, SIGINT or SIGHUP; then refuses new connections, and lets
-    requests that run end. Those left after `drain_seconds`, or at a second signal, are cut. `run` returns then, once
-    the pass that runs has ended; after a second signal that is given 5 s, and then the process ends.
+    requests that run end. Those left after `drain_seconds`, or at a second signal, are cut. `run` returns then,
+    once the pass that runs has ended; after a second signal that is given 5 s, and then the process ends.
 
     Attributes:
         signal: the first one; None before it has come.
