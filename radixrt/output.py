@@ -234,6 +234,7 @@ class StreamChunk:
         logprobs: of these tokens, if asked for.
         finish_reason, matched: as in CompletionOutput, in the answer's own last chunk.
         prompt_index: place of the prompt in its call.
+        prompt_tokens: length of the prompt.
     """
 
     text: str
@@ -245,6 +246,7 @@ class StreamChunk:
     finish_reason: FinishReason | None = None
     matched: int | str | None = None
     prompt_index: int = 0
+    prompt_tokens: int = 0
 
     def followed_by(self, later: StreamChunk) -> StreamChunk:
         """This one and the next of its answer as one."""

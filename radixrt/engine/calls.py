@@ -114,7 +114,9 @@ class StreamCall(PendingCall[StreamChunk]):
                 text.finish()
             delta = "" if text is None else text.delta()
             return StreamChunk(
-                *(delta, ids, output, request.id, answer.sample_index, logprobs, *answer.ending(), request.index)
+                *(delta, ids, output, request.id, answer.sample_index, logprobs, *answer.ending()),
+                prompt_index=request.index,
+                prompt_tokens=request.prompt_len,
             )
         except Exception as error:  # for its consumer: one request's text must not cost the others theirs
             return error

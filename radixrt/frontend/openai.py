@@ -191,12 +191,13 @@ def chunk_body(
     delta: Mapping[str, object] | None = None,
     logprobs: Mapping[str, object] | None = None,
     finish_reason: str | None = None,
+    counts: tuple[int, int] | None = None,
     id_digest: str,
     model: str,
     created: int,
 ) -> dict[str, object]:
     """A chunk of a streamed answer, with more of its text, or with none (None) and the role of a chat's answer.
-    A `delta` of a chat is given in place of its text.
+    A `delta` of a chat is given in place of its text. `counts` are tokens of the prompt, and of the answer so far.
     """
     choice: dict[str, object] = {"index": index, "text": text or ""}
     if url == CHAT:
@@ -204,7 +205,8 @@ def chunk_body(
             delta = {"role": "assistant", "content": ""} if text is None else {"content": text} if text else {}
         choice = {"index": index, "delta": delta}
     choices = [{**choice, "logprobs": logprobs, "finish_reason": finish_reason}]
-    return {**_head(url, _chunk_name(url), id_digest=id_digest, model=model, created=created), "choices": choices}
+    head = _head(url, _chunk_name(url), id_digest=id_digest, model=model, created=created)
+    return {**head, "choices": choices, **({} if counts is None else {"usage": _counted(*counts)})}
 
 
 def usage_body(url: str, usage: Usage, *, id_digest: str, model: str, created: int) -> dict[str, object]:
@@ -224,12 +226,13 @@ def _head(url: str, name: str, *, id_digest: str, model: str, created: int) -> d
 
 def usage_fields(usage: Usage) -> dict[str, object]:
     """Token counts as a body has them."""
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    }
+    counted = _counted(usage.prompt_tokens, usage.completion_tokens)
+    return {**counted, "prompt_tokens_details": {"cached_tokens": usage.cached_tokens}}
+
+
+def _counted(prompt_tokens: int, completion_tokens: int) -> dict[str, object]:
+    total = prompt_tokens + completion_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
 
 
 def error_body(message: str, code: str, *, is_ours: bool) -> dict[str, object]:

@@ -76,7 +76,8 @@ class Answering:
         usages: list[Usage] = []
 
         def event(index: int, text: str | None, **more: Any) -> bytes:
-            return event_bytes(chunk_body(asked.url, index, text, **more, **head))
+            counts = (chunk.prompt_tokens, answers[index].num_tokens) if asked.wants_running_usage else None
+            return event_bytes(chunk_body(asked.url, index, text, counts=counts, **more, **head))
 
         stream = self._runtime.async_stream_all(list(asked.prompts), asked.params, tenant=tenant)
         async with aclosing(stream) as chunks:
@@ -88,6 +89,7 @@ class Answering:
                 while True:
                     index = chunk.prompt_index * asked.params.n + chunk.index
                     tokens, answer = shown_logprobs(chunk), answers[index]
+                    answer.num_tokens += len(chunk.token_ids)
                     is_whole = chunk.finish_reason is not None and chunk.finish_reason.is_whole
                     ended = chunk.finish_reason if is_whole else None
                     deltas = answer.deltas(chunk.text, ended is not None)
@@ -127,11 +129,12 @@ class _Streamed:
     """One answer as it is streamed: its text as it comes, or taken apart.
 
     Attributes:
-        offset: characters of its tokens that were told of.
+        num_tokens: that have come.
+        offset: characters of those whose log-probabilities were told.
     """
 
     def __init__(self, reading: Reading | None) -> None:
-        self.offset = 0
+        self.num_tokens = self.offset = 0
         self._reader = None if reading is None else reading.reader()
         self._deltas = Deltas()
 

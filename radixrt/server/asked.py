@@ -18,7 +18,7 @@ from radixrt.server.reading import Reading, reading_of, without_tools
 from radixrt.text.chat import Chat
 from radixrt.text.tokenizer import Tokenizer
 
-_STREAM_OPTIONS = ("include_usage",)
+_STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")  # the second is vLLM's
 _MAX_ECHOED = 5  # log-probabilities at each token of a prompt, which may be long: OpenAI's bound
 
 
@@ -35,6 +35,7 @@ class Asked:
         is_echoed: whether answers begin with their prompts.
         is_streamed: whether chunks are to come as the answer does.
         wants_usage: whether a last chunk is to count tokens.
+        wants_running_usage: whether each chunk is to count those of its answer so far.
     """
 
     url: str
@@ -45,6 +46,7 @@ class Asked:
     is_echoed: bool
     is_streamed: bool
     wants_usage: bool
+    wants_running_usage: bool
 
     @property
     def num_answers(self) -> int:
@@ -64,14 +66,7 @@ def read_asked(
     rest = {name: value for name, value in given.items() if name not in own}
     if url == CHAT:
         rest = without_tools(rest)
-    is_streamed, options = given.get("stream", False), given.get("stream_options", {})
-    if not isinstance(is_streamed, bool):
-        raise ParameterError(f"stream is {as_json(is_streamed)}; it must be true or false")
-    if not isinstance(options, dict) or not options.keys() <= {*_STREAM_OPTIONS}:
-        raise ParameterError(f"stream_options is {as_json(options)}; it may have {', '.join(_STREAM_OPTIONS)}")
-    wants_usage = options.get("include_usage", False)
-    if not isinstance(wants_usage, bool) or ("stream_options" in given and not is_streamed):
-        raise ParameterError("stream_options has include_usage, true or false, and needs a stream")
+    streaming = _streaming(given)
     params = sampling_params_from_dict(sampling_values(url, rest), defaults)
     is_echoed = url == COMPLETIONS and _is_echoed(given, params)
     if is_echoed:
@@ -81,7 +76,24 @@ def read_asked(
     reading = None
     if isinstance(prompts[0], Chat):
         reading, params = reading_of(given, prompts[0], params, parsers, tokenizer)
-    return Asked(url, model_of(rest, limits), prompts, params, reading, is_echoed, is_streamed, wants_usage)
+    return Asked(url, model_of(rest, limits), prompts, params, reading, is_echoed, *streaming)
+
+
+def _streaming(given: dict[str, Any]) -> tuple[bool, bool, bool]:
+    """Whether a body asks for a stream, for counts in a last chunk of it, and for counts in each."""
+    is_streamed, options = given.get("stream", False), given.get("stream_options", {})
+    if not isinstance(is_streamed, bool):
+        raise ParameterError(f"stream is {as_json(is_streamed)}; it must be true or false")
+    if not isinstance(options, dict) or not options.keys() <= {*_STREAM_OPTIONS}:
+        raise ParameterError(f"stream_options is {as_json(options)}; it may have {', '.join(_STREAM_OPTIONS)}")
+    in_the_end, in_each = (options.get(name, False) for name in _STREAM_OPTIONS)
+    if not all(isinstance(flag, bool) for flag in (in_the_end, in_each)):
+        raise ParameterError(f"stream_options is {as_json(options)}; what it has must be true or false")
+    if "stream_options" in given and not is_streamed:
+        raise ParameterError("stream_options needs a stream")
+    if in_each and not in_the_end:
+        raise ParameterError("continuous_usage_stats needs include_usage")
+    return is_streamed, in_the_end, in_each
 
 
 def check_known(given: dict[str, Any], *names: str) -> None:

@@ -24,6 +24,8 @@ from radixrt.server.limits import Limits
 from radixrt.server.tenants import Tenants
 from tests.support.serving import ANSWERS, GREEDY, LONG, QUESTIONS, Serving, client_of, counted, held, until
 
+STREAM: dict[str, Any] = {"prompt": "a", "stream": True}
+
 
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
@@ -42,6 +44,9 @@ from tests.support.serving import ANSWERS, GREEDY, LONG, QUESTIONS, Serving, cli
         ("/v1/completions", {"prompt": [[1], [10**9]], "stream": True}, 400, "1 of 2 prompts cannot be run"),
         ("/v1/completions", {"prompt": "a", "stream": 1}, 400, "stream is 1; it must be true or false"),
         ("/v1/completions", {"prompt": "a", "stream_options": {"include_usage": True}}, 400, "needs a stream"),
+        ("/v1/completions", {**STREAM, "stream_options": {"include_usage": 1}}, 400, "must be true or false"),
+        ("/v1/completions", {**STREAM, "stream_options": {"x": True}}, 400, "it may have include_usage"),
+        ("/v1/completions", {**STREAM, "stream_options": {"continuous_usage_stats": True}}, 400, "needs include"),
         ("/v1/completions", {"prompt": [10**6], "stream": True}, 400, "token"),
         ("/v1/completions", {"prompt": {}}, 400, "prompt"),
         ("/v1/completions", {"prompt": "a", "echo": 1}, 400, "echo is 1; it must be true or false"),

@@ -112,6 +112,29 @@ def test_streams(is_chat: bool, serving: Serving) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_streams_that_count_as_they_go(is_chat: bool, serving: Serving) -> None:
+    """As vLLM's do: each chunk has the counts of its answer so far."""
+    client, asked = client_of(serving()), {**GREEDY, "n": 2, "extra_body": {"ignore_eos": True}}
+    more: dict[str, Any] = {
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+    if is_chat:
+        messages: Any = [{"role": "user", "content": QUESTIONS[0]}]
+        *chunks, last = client.chat.completions.create(messages=messages, **asked, **more)
+    else:
+        *chunks, last = client.completions.create(prompt=QUESTIONS[0], **asked, **more)
+    assert last.usage.completion_tokens == 16
+    for index in range(2):
+        own = [chunk.usage for chunk in chunks if chunk.choices[0].index == index]
+        assert {usage.prompt_tokens for usage in own} == {last.usage.prompt_tokens}
+        counts = [usage.completion_tokens for usage in own]
+        assert (counts[0], counts[-1], counts) == (0 if is_chat else 1, 8, sorted(counts))
+        assert len(set(counts)) > 4
+        assert all(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens for usage in own)
+
+
 @pytest.mark.parametrize("prompt", [QUESTIONS[0], QUESTIONS, [[1, 1128, 1379], [1, 1379]]], ids=type)
 @pytest.mark.parametrize("stop", [None, ["a", " "]])
 def test_streams_of_completions_with_logprobs(prompt: Any, stop: list[str] | None, serving: Serving) -> None:
