@@ -2,14 +2,17 @@
 
 PYTHON ?= python3
 VENV := .venv
+CLIENTS := .venv-clients
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+INSTALL := -m pip --disable-pip-version-check install --quiet -c constraints.txt
+PIP := $(BIN)/python $(INSTALL)
+PACKAGES := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 # Idle OpenMP threads that spin slow other processes on the same cores down many times over.
 QUIET := OMP_WAIT_POLICY=PASSIVE
 # Tests run in a process for each core, up to four; in one where there is a GPU, of which some want all memory.
 PROCESSES := $(shell command -v nvidia-smi > /dev/null && echo 0 || echo auto --maxprocesses 4)
 
-.PHONY: help demo demo-llm test test-long test-eval test-ray bench bench-tree bench-kernels bench-throughput lint clean
+.PHONY: help demo demo-llm test test-long test-eval test-ray test-clients bench bench-tree bench-kernels bench-throughput lint clean
 
 help:
 	@echo "make demo       answer examples/questions.jsonl with the built-in model"
@@ -18,12 +21,13 @@ help:
 	@echo "make test-long  the tests marked long (many minutes)"
 	@echo "make test-eval  the tests of lm-eval, which make test skips until this has installed the harness"
 	@echo "make test-ray   the tests with Ray, which make test skips until this has installed Ray"
+	@echo "make test-clients the tests with LangChain and GuideLLM as clients, which make test skips"
 	@echo "make bench      what prefix reuse brings, at sizes for a CPU (minutes)"
 	@echo "make bench-tree how long the radix tree takes"
 	@echo "make bench-kernels how long the kernels take (needs an NVIDIA GPU; minutes)"
 	@echo "make bench-throughput how fast the engine is at two model shapes (needs an NVIDIA GPU; minutes)"
 	@echo "make lint       ruff and mypy"
-	@echo "make clean      remove $(VENV) and everything else that was made here"
+	@echo "make clean      remove $(VENV), $(CLIENTS) and everything else that was made here"
 	@echo
 	@echo "PYTHON=python3.12 make ...  makes $(VENV) with another Python (now: $(PYTHON))"
 
@@ -45,6 +49,9 @@ test-eval: $(VENV)/.installed-eval
 test-ray: $(VENV)/.installed-ray
 	$(QUIET) $(BIN)/python -m pytest -m 'long or not long' tests/integrations/test_ray.py tests/replicas/test_ray_links.py
 
+test-clients: $(CLIENTS)/.installed
+	$(QUIET) $(CLIENTS)/bin/python -m pytest tests/server/test_langchain_client.py tests/server/test_guidellm_client.py
+
 bench: $(VENV)/.installed
 	$(QUIET) $(BIN)/python scripts/bench_prefix_reuse.py --scale cpu
 
@@ -62,7 +69,7 @@ lint: $(VENV)/.installed-lint
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -77,6 +84,13 @@ $(VENV)/.installed-eval: $(VENV)/.installed
 
 $(VENV)/.installed-ray: $(VENV)/.installed
 	$(PIP) -e '.[test,bench,ray]'
+	@touch $@
+
+# Clients are beside $(VENV), which they find too: GuideLLM wants other versions, and an event loop that uvicorn takes.
+$(CLIENTS)/.installed: $(VENV)/.installed
+	$(BIN)/python -m venv --clear $(CLIENTS)
+	$(BIN)/python $(PACKAGES) > "$$($(CLIENTS)/bin/python $(PACKAGES))/beside.pth"
+	$(CLIENTS)/bin/python $(INSTALL) guidellm langchain-openai
 	@touch $@
 
 # The package has the model's file. What it needs besides is for other programs, and is compiled for minutes.
