@@ -13,7 +13,7 @@ import pytest
 
 from radixrt.runtime import Runtime
 from radixrt.server.app import Server
-from tests.support.serving import ANSWERS, GREEDY, QUESTIONS, Serving, client_of
+from tests.support.serving import ANSWERS, GREEDY, LONG, QUESTIONS, Serving, client_of, until
 
 
 def test_completions(serving: Serving) -> None:
@@ -161,6 +161,17 @@ def test_streams_of_completions_with_logprobs(prompt: Any, stop: list[str] | Non
                 told.setdefault(name, []).extend(values)
         assert choice.logprobs is not None
         assert told == choice.logprobs.model_dump()
+
+
+def test_a_stream_ends_with_the_first_answer_that_fails(serving: Serving, runtime: Runtime) -> None:
+    body = {**LONG, "prompt": QUESTIONS, "stream": True}
+    with httpx.stream("POST", f"{serving()}/v1/completions", json=body, timeout=30) as response:
+        lines = response.iter_lines()
+        next(lines)
+        assert runtime.abort([*runtime._driver._calls][1])
+        *_, last = filter(None, lines)
+    assert "the request was ended before its answer was whole" in json.loads(last[6:])["error"]["message"]
+    until(lambda: not runtime.has_work)
 
 
 def test_streams_of_chats_with_logprobs(serving: Serving) -> None:
