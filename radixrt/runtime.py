@@ -8,6 +8,7 @@ import itertools
 import logging
 import sys
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -23,6 +24,7 @@ from radixrt.config import RuntimeConfig
 from radixrt.engine.calls import OutputCall, StreamCall
 from radixrt.engine.driver import Driver
 from radixrt.engine.parts import Parts
+from radixrt.engine.session import Session
 from radixrt.engine.signals import deferred
 from radixrt.errors import ParameterError, PassError, RadixrtError
 from radixrt.frontend.request_builder import (
@@ -369,17 +371,19 @@ class Runtime:
         index: int = 0,
         tenant: str | None = None,
         priority: int = 0,
+        yields: bool = False,
         keep: int | None = None,
     ) -> Request:
         """Make a request for `submit`, with the arguments and errors of `generate`.
 
         `index` comes back in its output, and with the Runtime's seed, but no call's number, gives the request's
         own: it draws what the line of this number of a batch draws. Later prompts begin with its first `keep`
-        tokens: the rest leaves the cache when it has ended. None: all of it may be reused.
+        tokens: the rest leaves the cache when it has ended. None: all of it may be reused. One that `yields` makes
+        way for more urgent ones also while it runs: it waits once more, and goes on from what it has computed.
         """
         self._driver.check_open()
         request = self._builder.build(prompt, sampling_params, index=index, tenant=tenant, priority=priority)
-        return replace(request, reusable_len=keep)
+        return replace(request, reusable_len=keep, yields=yields)
 
     def submit(self, *requests: Request, in_order: bool = False) -> None:
         """Queue requests of `prepare`, best all that are known; with `in_order` they are served in this order."""
@@ -389,6 +393,12 @@ class Runtime:
         """Advance all requests by one pass. Returns the outputs of those of `submit` that have ended."""
         self._driver.step()
         return list(self._loose.take())
+
+    @contextmanager
+    def session(self) -> Iterator[Session]:
+        """Requests of `prepare` beside those of all other callers, whose outputs come to this one alone."""
+        with self._driver.opened(OutputCall("return")) as call:
+            yield Session(self._driver, call)
 
     def abort(self, request: Request | int | str) -> bool:
         """End a submitted request, given or named, at the next step; from any thread. False if it has ended."""

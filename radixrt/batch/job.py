@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from radixrt.batch.error_limit import ErrorLimit
 from radixrt.batch.formats.compression import check_output_name, encoded
 from radixrt.batch.formats.line_format import LineParser
+from radixrt.batch.formats.openai_batch import ChatReader
 from radixrt.batch.formats.source import BadLine, read_lines
 from radixrt.batch.journal.journal import Kept
 from radixrt.batch.journal.manifest import Manifest
@@ -25,7 +27,8 @@ from radixrt.batch.options import BatchConfig, BatchOptions
 from radixrt.batch.record_writer import RecordCounts, RecordWriter
 from radixrt.batch.run import AnyRuntime, BatchRun, R, batch_report, plan_of
 from radixrt.batch.scan import Check, Scan, parameters_as_json, scan_lines
-from radixrt.engine.signals import FirstSignal, Interrupted, first_interrupt, signal_of
+from radixrt.batch.tally import Tally
+from radixrt.engine.signals import FirstSignal, Interrupt, Interrupted, first_interrupt, signal_of
 from radixrt.errors import BatchFileError, DeviceLostError, ErrorRateError, RadixrtError
 from radixrt.files.disk import temporary_folder
 from radixrt.files.place import Place, check_apart, check_target, read_place
@@ -153,11 +156,21 @@ class Batch:
     ) -> None:
         self._opened.__exit__(kind, error, trace)
 
-    def scan(self, tokenizer: Tokenizer | None, check: Check, context_length: int | None = None) -> ScannedBatch:
+    def scan(
+        self,
+        tokenizer: Tokenizer | None,
+        check: Check,
+        context_length: int | None = None,
+        *,
+        parser: LineParser | None = None,
+        interrupt: Interrupt | None = None,
+    ) -> ScannedBatch:
         """Read the whole input, and check each line.
 
         Args:
             tokenizer, check, context_length: see `scan_lines`.
+            parser: of the lines; None: one for either format.
+            interrupt: ends it, in place of Ctrl-C and SIGTERM.
 
         Raises:
             BatchFileError: the input cannot be read, or has a bad line and `strict` is set.
@@ -165,14 +178,15 @@ class Batch:
             BatchInterrupted: Ctrl-C or SIGTERM.
         """
         options = self.options
+        parser = parser or LineParser(self.default_params)
         with (
-            first_interrupt("stopping; nothing has run in this call") as interrupted,
+            _interrupted("stopping; nothing has run in this call", interrupt) as interrupted,
             reading_bar(self._input, options.progress) as bar,
         ):
             scan = scan_lines(
                 self._lines(interrupted, bar.update),
                 self.scratch,
-                parser=LineParser(self.default_params),
+                parser=parser,
                 tokenizer=tokenizer,
                 check=check,
                 context_length=context_length,
@@ -184,10 +198,10 @@ class Batch:
             )
         error_limit = ErrorLimit(options.max_error_rate, scan)
         error_limit.check_bad_lines()
-        return ScannedBatch(self, scan, error_limit)
+        return ScannedBatch(self, scan, error_limit, parser.chats)
 
     def _lines(
-        self, interrupted: FirstSignal, seen: Callable[[int], object]
+        self, interrupted: Interrupt, seen: Callable[[int], object]
     ) -> Iterator[tuple[int, bytes | BadLine]]:
         for line in read_lines(self._input, max_line=self.options.max_line_bytes, seen=seen):
             yield line
@@ -201,10 +215,18 @@ class ScannedBatch:
         lines: the scan.
     """
 
-    def __init__(self, batch: Batch, scan: Scan, error_limit: ErrorLimit) -> None:
-        self.lines = scan
+    def __init__(self, batch: Batch, scan: Scan, error_limit: ErrorLimit, chats: ChatReader | None) -> None:
+        self.lines, self._chats = scan, chats
         self._batch = batch
         self._error_limit = error_limit
+        self._counts = RecordCounts(error_limit)
+        self._run: BatchRun[Any] | None = None
+
+    @property
+    def tally(self) -> Tally:
+        """Counts of the records so far, those of earlier runs included; from any thread."""
+        counts, run = self._counts, self._run
+        return counts.kept + counts.refused + (Tally() if run is None else run.tally)
 
     def needs_runtime(self) -> bool:
         """Whether a line without a record can run."""
@@ -212,19 +234,22 @@ class ScannedBatch:
         missing = ~self.lines.is_bad
         return bool((missing if kept is None else missing & ~kept.finished).any())
 
-    def run(self, runtime: AnyRuntime[R]) -> BatchReport:
-        """Run each sound line without a record, and write output and report. For the errors see `Batch`."""
+    def run(self, runtime: AnyRuntime[R], interrupt: Interrupt | None = None) -> BatchReport:
+        """Run each sound line without a record, and write output and report. For the errors see `Batch`.
+
+        Where an `interrupt` is given, it takes the place of Ctrl-C and SIGTERM.
+        """
         batch, options = self._batch, self._batch.options
         notice = f"stopping; requests that have begun get {options.drain_seconds:g} seconds to end"
         kept_in = None if batch.folder is None else batch.folder.path
-        with first_interrupt(notice) as interrupted:
-            counts = RecordCounts(self._error_limit)
+        with _interrupted(notice, interrupt) as interrupted:
+            counts = self._counts = RecordCounts(self._error_limit)
             failure: DeviceLostError | ErrorRateError | None = None
             run: BatchRun[R] | None = None
             try:
                 with self._sink(runtime.identity, runtime.seed, counts) as sink:
                     records = self._records(sink, counts, runtime.tokenizer)
-                    run = BatchRun(runtime, self.lines, records, interrupted, options)
+                    run = self._run = BatchRun(runtime, self.lines, records, interrupted, options)
                     try:
                         run.run()
                     except (DeviceLostError, ErrorRateError) as error:
@@ -276,13 +301,20 @@ class ScannedBatch:
     def _records(self, sink: Sink, counts: RecordCounts, tokenizer: Tokenizer | None) -> RecordWriter:
         options = self._batch.options
         return RecordWriter(
-            self.lines, sink, counts, TokenSpelling(tokenizer), options.created, strict_form=options.strict_form
+            self.lines,
+            sink,
+            counts,
+            TokenSpelling(tokenizer),
+            options.created,
+            strict_form=options.strict_form,
+            chats=self._chats,
         )
 
-    def _make_output(self, interrupted: FirstSignal) -> None:
+    def _make_output(self, interrupted: Interrupt) -> None:
         batch = self._batch
         if batch.folder is not None and batch.output is not None:
-            interrupted.notice = "all records are there, and the output is being made"
+            if isinstance(interrupted, FirstSignal):
+                interrupted.notice = "all records are there, and the output is being made"
             batch.folder.finish(partial(encoded, batch.output))
 
     @contextlib.contextmanager
@@ -356,7 +388,12 @@ def _kept(report: BatchReport, remedy: str = "the same command") -> str:
     return f"{count} kept in {report.output_path}; {remedy} goes on from there"
 
 
-def _stop_if(interrupted: FirstSignal) -> None:
+def _interrupted(notice: str, given: Interrupt | None) -> AbstractContextManager[Interrupt]:
+    """What is given, or the first signal with its notice."""
+    return first_interrupt(notice) if given is None else contextlib.nullcontext(given)
+
+
+def _stop_if(interrupted: Interrupt) -> None:
     """Raise BatchInterrupted if a signal has come before any line has run."""
-    if interrupted.number is not None:
+    if interrupted.is_set() and interrupted.number is not None:
         raise BatchInterrupted(BatchReport.of_nothing(), interrupted.number)

@@ -13,6 +13,7 @@ import numpy as np
 from radixrt.arrays import BoolArray
 from radixrt.batch.error_limit import ErrorLimit
 from radixrt.batch.formats.line_format import error_line, output_line, record_error, record_tally
+from radixrt.batch.formats.openai_batch import ChatReader
 from radixrt.batch.formats.record import FORM_ENGINE, LineError, LineErrorType, Reply
 from radixrt.batch.journal.sinks import Sink
 from radixrt.batch.scan import Scan
@@ -58,6 +59,7 @@ class RecordWriter:
         counts: told of each record.
         spelling: of the model's tokens.
         created, strict_form: see `BatchConfig`.
+        chats: takes answers to chats apart, see `LineParser`.
 
     Attributes:
         finished: `[N]`, lines with a record when the writer was made.
@@ -72,8 +74,9 @@ class RecordWriter:
         created: int | None,
         *,
         strict_form: bool = False,
+        chats: ChatReader | None = None,
     ) -> None:
-        self._scan = scan
+        self._scan, self._chats = scan, chats
         self._sink = sink
         self._counts = counts
         self._spelling = spelling
@@ -121,7 +124,9 @@ class RecordWriter:
                 return False
         created = int(time.time()) if self._created is None else self._created
         try:
-            record = output_line(output.index, reply, output, created=created, spelling=self._spelling)
+            record = output_line(
+                output.index, reply, output, created=created, spelling=self._spelling, chats=self._chats
+            )
         except Exception as error:  # one line's record must not cost the others theirs
             _log.exception("no record can be made of the answer to line %d", output.index + 1)
             why = f"no record can be made of its answer: {type(error).__name__}: {error}"

@@ -23,7 +23,7 @@ from radixrt.batch.retry import Retries
 from radixrt.batch.scan import Scan, SoundLine
 from radixrt.batch.suspects import killed
 from radixrt.batch.tally import Tally
-from radixrt.engine.signals import FirstSignal
+from radixrt.engine.signals import Interrupt
 from radixrt.errors import ParameterError, PromptError, ReplicaLostError, SchedulerError
 from radixrt.limits import RunLimits
 from radixrt.output import RequestOutput
@@ -247,7 +247,7 @@ class BatchRun(Generic[R]):
         runtime: AnyRuntime[R],
         scan: Scan,
         records: RecordWriter,
-        interrupted: FirstSignal,
+        interrupted: Interrupt,
         options: BatchConfig,
     ) -> None:
         self._runtime = runtime
@@ -276,6 +276,11 @@ class BatchRun(Generic[R]):
     def is_complete(self) -> bool:
         """Whether each line has its record."""
         return not self._records.missing
+
+    @property
+    def tally(self) -> Tally:
+        """Counts of the lines that this run has answered so far."""
+        return self._meter.tally
 
     def run(self) -> None:
         """Run each line without a record until all have one or the batch is interrupted.

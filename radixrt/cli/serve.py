@@ -12,10 +12,11 @@ from typing import Any
 
 from radixrt.builtin import MODEL_PATH
 from radixrt.cli.exit_status import DONE, SIGNALLED
-from radixrt.cli.kept_cache import model_place, runtime_with_cache
+from radixrt.cli.kept_cache import model_place, runtime_places, runtime_with_cache
 from radixrt.cli.options import add_command, add_runtime_options, runtime_options
-from radixrt.engine.signals import Interrupted
+from radixrt.engine.signals import DRAIN_SECONDS, Interrupted
 from radixrt.errors import ParameterError
+from radixrt.files.place import Place, check_apart
 from radixrt.parsers.names import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
 
 INSTALL = "pip install 'radixrt[server]'"
@@ -32,10 +33,17 @@ examples:
   curl --unix-socket admin.sock -X POST http://localhost/flush
   curl --unix-socket admin.sock http://localhost/save -d '{"path": "kept-cache"}'
 
+  radixrt serve --model FOLDER_OR_ID --files-dir kept
+  curl http://127.0.0.1:8000/v1/files -F purpose=batch -F file=@requests.jsonl
+  curl http://127.0.0.1:8000/v1/batches -H 'Content-Type: application/json' \\
+      -d '{"input_file_id": "file-...", "endpoint": "/v1/chat/completions", "completion_window": "24h"}'
+
 http://127.0.0.1:8000/ is a page that shows the tree of cached prefixes as it lives.
 
 A file of API keys has a key of at least 16 characters a line. Each key is a tenant with a cache of its own, so
 that nobody can time what others have asked. Without keys the server listens to this machine alone.
+
+Batches run in the background, after what clients wait for, and go on when the server is started again.
 
 SIGTERM, Ctrl-C and SIGHUP refuse new connections, let requests that run end, and end the server; then
 --save-cache saves. A second one cuts them, and saves nothing.
@@ -89,16 +97,24 @@ def add_serve_command(commands: Any) -> None:
         metavar="PATH",
         help="a Unix socket, for this user alone, that takes POST /flush and POST /save",
     )
+    option(
+        "--files-dir",
+        type=Path,
+        metavar="FOLDER",
+        help="keep clients' files and batches there, and serve /v1/files and /v1/batches",
+    )
     add_runtime_options(parser)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    for package in ("fastapi", "uvicorn", "prometheus_client"):
+    for package in ("fastapi", "uvicorn", "prometheus_client", "python_multipart"):
         if importlib.util.find_spec(package) is None:
             raise ParameterError(f"a server needs packages that are not installed: {INSTALL}")
     from radixrt.parsers.choosing import chosen
     from radixrt.server.admin import Admin
     from radixrt.server.app import Server
+    from radixrt.server.batches.service import Batches
+    from radixrt.server.files.folder import files_folder
     from radixrt.server.hosts import LOOPBACK
     from radixrt.server.limits import Limits
     from radixrt.server.local_socket import local_socket
@@ -117,11 +133,19 @@ def _serve(arguments: argparse.Namespace) -> int:
         )
     model = runtime_options(arguments).get("model", MODEL_PATH)
     name = arguments.model_name or ("built-in" if model == MODEL_PATH else str(model).rstrip("/"))
-    path = arguments.admin_socket
+    path, kept_in, limits = arguments.admin_socket, arguments.files_dir, Limits(pending=arguments.max_pending)
+    drain_seconds = min(DRAIN_SECONDS, arguments.drain_seconds)
+    kept = [] if kept_in is None else [Place("the folder of --files-dir", kept_in, True)]
+    if kept:
+        check_apart([*runtime_places(arguments), *kept])
     with (
-        listening_socket(arguments.host, arguments.port) as socket,  # both before the model is loaded
+        listening_socket(arguments.host, arguments.port) as socket,  # all before the model is loaded
         nullcontext() if path is None else local_socket(path) as admin_socket,
+        nullcontext() if kept_in is None else files_folder(kept_in) as folder,
         runtime_with_cache(arguments) as runtime,
+        nullcontext()
+        if folder is None
+        else Batches(runtime, folder, tenants.names, limits=limits, drain_seconds=drain_seconds) as batches,
     ):
         host, port = socket.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
@@ -134,13 +158,15 @@ def _serve(arguments: argparse.Namespace) -> int:
             parsers=parsers,
             tenants=tenants,
             hosts=None if tenants else (*LOOPBACK, arguments.host),
-            limits=Limits(pending=arguments.max_pending),
+            limits=limits,
+            batches=batches,
         )
+        places = [*model_place(arguments), *kept]
         listener = Listener(
             server,
             arguments.drain_seconds,
             on_start=lambda: print(f"radixrt serves {name}{told} at {url}", file=sys.stderr, flush=True),
-            admin=None if admin_socket is None else (Admin(runtime, model_place(arguments)), admin_socket),
+            admin=None if admin_socket is None else (Admin(runtime, places), admin_socket),
         )
         listener.run(sockets=[socket])
         ended_by = listener.signal

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import sys
 import threading
@@ -156,10 +157,13 @@ class Driver:
             finally:
                 (self.abandon_soon if by_task else self.abandon)(call)
 
-    def news(self, call: PendingCall[N]) -> Iterator[N]:
-        """Wait for news of a call and take it; nothing if the call is over."""
+    def news(self, call: PendingCall[N], seconds: float | None = None) -> Iterator[N]:
+        """Wait for news of a call, at most so many seconds and the pass that runs then, and take it; nothing if
+        there is none, or the call is over.
+        """
         self.check_open()
-        self._wait(lambda: not call.waits, call)
+        end = math.inf if seconds is None else time.monotonic() + seconds
+        self._wait(lambda: not call.waits or time.monotonic() >= end, call, seconds)
         return call.take()
 
     async def async_news(self, call: PendingCall[N]) -> Iterator[N]:
@@ -196,13 +200,17 @@ class Driver:
     def _is_gone(self, call: Call) -> bool:
         return self._open is None or not self.has_work or (not call.requests and bool(self._calls))
 
-    def _wait(self, done: Callable[[], bool], key: object) -> None:
-        """Step, or sleep while others do, until `done`. What changes `done` wakes `key`."""
+    def _wait(self, done: Callable[[], bool], key: object, seconds: float | None = None) -> None:
+        """Step, or sleep while others do, until `done`. What changes `done` wakes `key`; time does by itself, if
+        it is looked at after some `seconds`.
+        """
         with self._entered():
-            while self._gets_turn(done, key):
+            while self._gets_turn(done, key, seconds):
                 self._step()
 
-    def _gets_turn(self, done: Callable[[], bool], key: object, *, as_guest: bool = False) -> bool:
+    def _gets_turn(
+        self, done: Callable[[], bool], key: object, seconds: float | None = None, *, as_guest: bool = False
+    ) -> bool:
         """Sleep until this thread has the turn, or is `done`: False."""
         me, queue = threading.get_ident(), self._guests if as_guest else self._asleep
         with self._mutex:
@@ -214,7 +222,7 @@ class Driver:
                     return True
                 queue[key] = woken = threading.Condition(self._mutex)
                 try:
-                    woken.wait()
+                    woken.wait(seconds)
                 finally:
                     queue.pop(key, None)
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -34,20 +35,34 @@ def signal_of(error: KeyboardInterrupt) -> int:
 
 
 @dataclass
-class FirstSignal:
-    """The first signal: its `number`, its `moment` (time.monotonic), and the `notice` for stderr when it comes."""
+class Interrupt:
+    """Ends long work early, once it is set: as by the signal `number`, at a `moment` (time.monotonic)."""
 
-    notice: str
-    number: int | None = None  # None before it comes
+    number: int | None = None  # None before it is set
     moment: float = 0.0
+
+    def set(self, number: int = signal.SIGINT, *, at_once: bool = False) -> None:
+        """What has not begun does not begin any more; `at_once`: nor does what has begun get time to end."""
+        if at_once:
+            self.moment = -math.inf
+        elif self.number is None:
+            self.moment = time.monotonic()
+        self.number = number  # last: from now on others look at the moment
 
     def is_set(self) -> bool:
         return self.number is not None
 
     @property
     def age(self) -> float:
-        """Seconds since it came; 0 before it has come."""
+        """Seconds since it was set; 0 before."""
         return time.monotonic() - self.moment if self.is_set() else 0.0
+
+
+@dataclass
+class FirstSignal(Interrupt):
+    """Set by the first signal; the `notice` is for stderr when that comes."""
+
+    notice: str = ""
 
 
 @contextlib.contextmanager
@@ -57,7 +72,7 @@ def first_interrupt(notice: str) -> Iterator[FirstSignal]:
     SIGINT raises what it raised before, the others `Interrupted`. A signal that is ignored stays so, as SIGHUP is
     under nohup, and so does an application's own handler for SIGTERM or SIGHUP.
     """
-    first, at_sigint = FirstSignal(notice), signal.getsignal(signal.SIGINT)
+    first, at_sigint = FirstSignal(notice=notice), signal.getsignal(signal.SIGINT)
 
     def is_ours(number: int, handler: Handler) -> bool:
         return callable(handler) if number == signal.SIGINT else handler in (signal.SIG_DFL, _raise)
@@ -67,7 +82,7 @@ def first_interrupt(notice: str) -> Iterator[FirstSignal]:
             at_second = at_sigint if number == signal.SIGINT and callable(at_sigint) else _raise
             at_second(number, frame)
             return
-        first.moment, first.number = time.monotonic(), number
+        first.set(number)
         if sys.__stderr__ is None:  # what was opened since may have its number
             return
         with contextlib.suppress(OSError):  # not print: a signal may come in the middle of another one

@@ -69,6 +69,8 @@ class Admission:
         self.sampling = SamplingTable(rows.max_requests)
         self.estimate = OutputEstimate()
         self.changes = 0  # times that an answer has begun or stopped running
+        self.num_yielding = 0  # running answers that make way for more urgent ones
+        self.refused: Answer | None = None  # the first one that found no place or no memory, in the last pass
         self._running_rows: list[int] = []  # of `running`
         self._rows = np.zeros(0, np.int32)  # the same, as they were at some number of changes
         self._rows_at = 0
@@ -80,6 +82,7 @@ class Admission:
         """Admit at most `places` answers and return their first chunks, of at most `budget` tokens in all."""
         chunks: list[ExtendChunk] = []
         cache, config, waiting = self._cache, self._config, self.waiting
+        self.refused = waiting[0] if waiting and places <= 0 else None
         if not waiting or budget <= 0 or places <= 0:
             return chunks
         promised = self._promised()
@@ -87,6 +90,7 @@ class Admission:
         loads = config.max_loaded_chunks * config.chunked_prefill_size
         for answer in self.paced(admission_order(config, waiting, cache)):
             if budget <= 0 or places <= 0 or loads <= 0:
+                self.refused = answer if places <= 0 else None
                 break
             while (oldest := waiting[more_urgent]).request.priority < answer.request.priority:
                 more_urgent += 1
@@ -109,6 +113,7 @@ class Admission:
             reserve = promised + demand - len(tokens) if self.running else 0
             lease = cache.acquire(answer.request.namespace, tokens, match.match(), reserve, loan)
             if lease is None:
+                self.refused = answer
                 break
             loads -= lease.loaded
             self._run(answer, lease)
@@ -129,6 +134,13 @@ class Admission:
             budget -= len(chunk.slots)
             promised += demand - chunk.end
         return chunks
+
+    def lacks_memory(self, answer: Answer) -> bool:
+        """Whether a waiting answer would find too little memory, once the passes in flight have ended."""
+        ahead = max(0, self.estimate.expected(answer) - 1)
+        demand = min(answer.known_len + ahead, answer.request.max_slots)
+        promised = self._promised() if self.running else 0
+        return demand + promised > self._cache.available + self._cache.incoming
 
     def extend_again(self, answer: Answer, count: int) -> None:
         """Let an answer extend, before it decodes again, over what it knows and `count` tokens that it is about to
@@ -174,6 +186,7 @@ class Admission:
         answer.resumable_after = self._cache.passes_launched
         at = self.running.index(answer)
         del self.running[at], self._running_rows[at]
+        self.num_yielding -= answer.request.yields
         self.changes += 1
 
     def _run(self, answer: Answer, lease: Lease) -> None:
@@ -183,6 +196,7 @@ class Admission:
         self.sampling.admit(lease.row, answer)
         self.running.append(answer)
         self._running_rows.append(lease.row)
+        self.num_yielding += answer.request.yields
         self.changes += 1
 
     def _promised(self) -> int:

@@ -28,6 +28,7 @@ class Request:
     # leave the cache when it ends. None: all of it may be wanted.
     reusable_len: int | None = None
     priority: int = 0  # lower ones are served first
+    yields: bool = False  # whether it makes way for a more urgent one that waits
     first_answer: int = 0  # number of the first of its answers, where others to the same prompt run elsewhere
     id: int | str = -1  # in its Runtime: the caller's own name, or a number
     form: Form | None = None  # which its answers are to have

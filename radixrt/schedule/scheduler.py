@@ -130,6 +130,7 @@ class Scheduler:
         return True
 
     def _plan(self) -> Booking | None:
+        self._make_way()
         admission, retractions, budget = self._admission, self.num_retractions, self.config.chunked_prefill_size
         self._group()
         if len(self._decodes) > self.cache.available:
@@ -174,6 +175,23 @@ class Scheduler:
             self._decodes, self._decode_rows = found, rows[decodes]
         self._passes_left = int(remaining[decodes].min()) if decodes.any() else 0
         self._grouped_at = changes
+
+    def _make_way(self) -> None:
+        """Retract answers that yield, the least urgent and of these the latest, for a more urgent one that found
+        no place or no memory in the last pass.
+        """
+        admission, urgent = self._admission, self._admission.refused
+        admission.refused = None
+        if urgent is None or not admission.num_yielding or urgent.finished:
+            return
+        self._group()
+        priority, holders = urgent.request.priority, (*self._decodes, *self._extends)
+        yielding = [one for one in holders if one.request.yields and one.request.priority > priority]
+        yielding.sort(key=place_of)
+        places = self.config.max_running_requests - len(holders)
+        while yielding and (places <= 0 or admission.lacks_memory(urgent)):
+            self.retract(yielding.pop())
+            places += 1
 
     def _make_room(self, per_pass: int) -> None:
         """Retract answers until the slots available, or about to be, last for a few passes: the least urgent, and

@@ -23,7 +23,10 @@ from radixrt.parsers.choosing import Parsers, chosen
 from radixrt.runtime import Runtime
 from radixrt.server.answering import Answering, OnEnd
 from radixrt.server.asked import Asked, check_known, read_asked
+from radixrt.server.batches.endpoints import BATCHES
+from radixrt.server.batches.service import Batches
 from radixrt.server.body import gone, object_in, read_body
+from radixrt.server.files.endpoints import FILES, Endpoint, Route
 from radixrt.server.hosts import KnownHosts
 from radixrt.server.limits import Limits
 from radixrt.server.metrics import CONTENT_TYPE, Metrics
@@ -67,8 +70,6 @@ class Answers(Protocol[A_contra]):
     def events(self, asked: A_contra, tenant: str | None, on_end: OnEnd) -> Events: ...
 
 
-Endpoint = Callable[[Request, str | None], Awaitable[Response]]
-
 _THREADS = 2  # that read bodies, encode and write answers: not the event loop's own, which step the engine
 
 
@@ -90,9 +91,10 @@ class Server:
         hosts: Iterable[str] | None = None,
         limits: Limits | None = None,
         parsers: Parsers | None = None,
+        batches: Batches | None = None,
     ):
         """With `hosts` it answers to these names alone. `parsers` are those of the model's chats; None: those that
-        its chat template tells.
+        its chat template tells. `batches` are begun here, and ended by who has made them.
         """
         self.runtime, self.name = runtime, name
         self.limits = limits or Limits()
@@ -106,6 +108,9 @@ class Server:
         self._began = int(time.time())
         self._work_began = time.monotonic()
         self._last_pass = runtime.activity().passes, time.monotonic()  # their number, and when it was new
+        self._batches = batches
+        if batches is not None:
+            batches.start(self._parsers, self._begin_work)
 
     def app(self) -> FastAPI:
         """As an ASGI server runs it."""
@@ -121,6 +126,7 @@ class Server:
             ("POST", "/detokenize", self._detokenize),
             ("GET", "/metrics", self._numbers),
             ("GET", "/state", self._state),
+            *self._kept(),
         ):
             app.add_api_route(path, self._guarded(path, endpoint), methods=[method])
         app.add_api_route("/health", self._health, methods=["GET"])
@@ -131,6 +137,20 @@ class Server:
         if self._hosts is not None:
             app.add_middleware(KnownHosts, names=self._hosts)
         return app
+
+    def _kept(self) -> list[Route]:
+        """What is kept from request to request, or says that nothing is."""
+        if self._batches is not None:
+            return self._batches.routes(self.name, self._object)
+        methods = ("GET", "POST", "DELETE")
+        paths = [f"{path}{more}" for path in (FILES, BATCHES) for more in ("", "/{name:path}")]
+        return [(method, path, _nothing_is_kept) for method in methods for path in paths]
+
+    def drain(self) -> None:
+        """Take no more work, as the process is to end once what runs has ended: batches go on in another one."""
+        self.draining = True
+        if self._batches is not None:
+            self._batches.stop()
 
     def _guarded(self, path: str, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         """An endpoint for known tenants, whose errors are told, and that is counted."""
@@ -323,6 +343,10 @@ async def _while_connected(request: Request, work: Awaitable[T]) -> T:
                 await task
 
 
+async def _nothing_is_kept(request: Request, tenant: str | None) -> Response:
+    raise Refusal(404, "this server keeps no files: start it with --files-dir FOLDER", "no_files")
+
+
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
@@ -330,8 +354,8 @@ async def _disconnected(request: Request) -> None:
 
 async def _unknown(request: Request, error: Any) -> Response:
     known = (
-        "/v1/chat/completions, /v1/completions, /v1/models, /v1/score, /generate, /tokenize, /detokenize, "
-        "/health, /metrics, /, /state"
+        "/v1/chat/completions, /v1/completions, /v1/models, /v1/score, /v1/files, /v1/batches, /generate, "
+        "/tokenize, /detokenize, /health, /metrics, /, /state"
     )
     message = f"{request.method} {request.url.path[:200]} is not known; these are: {known}"
     return refused(Refusal(error.status_code, message, "unknown_url"))

@@ -22,6 +22,10 @@ class Limits:
         idle_seconds: of a connection without a request, with one whose head is not whole, or whose client reads
             nothing.
         stalled_seconds: without a pass, while requests have not ended, before `/health` says so.
+        file_bytes: of a file that a client keeps here. Each MiB of it has `body_seconds` to come.
+        files, all_file_bytes: that a tenant keeps; outputs of batches count, but are never cut.
+        batches: of a tenant that are remembered; for a new one the oldest that has ended is forgotten.
+        batch_lines: of one batch.
     """
 
     body_bytes: int = 16 * 2**20
@@ -34,3 +38,8 @@ class Limits:
     connections: int = 2048
     idle_seconds: int = 30
     stalled_seconds: float = 120.0
+    file_bytes: int = 512 * 2**20
+    files: int = 10_000
+    all_file_bytes: int = 16 * 2**30
+    batches: int = 10_000
+    batch_lines: int = 1_000_000

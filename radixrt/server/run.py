@@ -104,6 +104,7 @@ class Listener(_Unsignalled):
             self.signal = sig
             if loop is not None:
                 loop.call_soon_threadsafe(loop.call_later, self._drain_seconds, self._cut)
+                loop.call_soon_threadsafe(self._server.drain)  # its locks may be held by what the signal cuts
         elif not self.force_exit:
             self.force_exit = True
             if loop is not None and not loop.is_closed():

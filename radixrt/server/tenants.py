@@ -48,6 +48,11 @@ class Tenants:
     def __bool__(self) -> bool:
         return bool(self._by_digest)
 
+    @property
+    def names(self) -> tuple[str | None, ...]:
+        """Of all tenants, as `of` tells them: each follows from its key alone."""
+        return tuple(self._by_digest.values()) or (None,)
+
     def of(self, authorization: str | None) -> str | None:
         """The tenant of a header "Bearer KEY"; None where no keys are needed. Raises Refusal."""
         if not self._by_digest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import json
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,10 +28,11 @@ from rich.console import Console
 import radixrt.batch.job
 import radixrt.batch.lanes
 import radixrt.batch.meter
-from radixrt.batch.job import BatchInterrupted, run_batch
+from radixrt.batch.job import Batch, BatchInterrupted, ScannedBatch, run_batch
 from radixrt.batch.journal.run_folder import has_run, run_path
 from radixrt.batch.options import BatchConfig, BatchOptions
 from radixrt.batch.tally import Tally
+from radixrt.engine.signals import Interrupt
 from radixrt.errors import BatchFileError, JournalError, RadixrtError, SchedulerError
 from radixrt.files.disk import DISK
 from radixrt.planning.token_store import TokenStore
@@ -485,6 +487,45 @@ def test_interrupt_in_the_last_pass_comes_too_late(files: tuple[Path, Path]) -> 
     interrupt_at(runtime, 2)
     assert run_batch(runtime, *files).written == 2
     assert indices(files[1]) == [0, 1]
+
+
+@contextlib.contextmanager
+def scanned(files: tuple[Path, Path], runtime: FakeRuntime, interrupt: Interrupt) -> Iterator[ScannedBatch]:
+    with Batch(*files, BatchConfig()) as batch:
+        check = lambda prompt, params, line: runtime.prepare(prompt, params, index=line)  # noqa: E731
+        yield batch.scan(None, check, interrupt=interrupt)
+
+
+def test_an_interrupt_that_is_handed_in(files: tuple[Path, Path]) -> None:
+    """It takes the place of signals, which are nobody's then; the counts can be read meanwhile."""
+    write(files[0], [good(0), b"{", *[good(n) for n in range(2, 8)]])
+    runtime, interrupt, seen = FakeRuntime(), Interrupt(), list[tuple[int, int]]()
+    before = signal.getsignal(signal.SIGINT)
+    with scanned(files, runtime, interrupt) as batch:
+        assert batch.tally == Tally()
+
+        def step() -> None:
+            assert signal.getsignal(signal.SIGINT) is before
+            seen.append((batch.tally.records, batch.tally.errors))
+            if len(seen) == 3:
+                interrupt.set(signal.SIGTERM)
+
+        runtime.on_step = step
+        with pytest.raises(BatchInterrupted, match="4 of 8 records are kept") as caught:
+            batch.run(runtime, interrupt)
+    assert caught.value.signal_number == signal.SIGTERM
+    assert seen[:3] == [(1, 1), (2, 1), (3, 1)]  # what had begun has ended, too
+    with scanned(files, FakeRuntime(), Interrupt()) as batch:
+        assert batch.run(FakeRuntime(), Interrupt()).written == 8
+        assert (batch.tally.records, batch.tally.errors) == (8, 1)
+    interrupt = Interrupt()
+    interrupt.set()
+    write(files[0], [good(0)])
+    with (
+        pytest.raises(BatchInterrupted, match="nothing has run"),
+        scanned((files[0], files[1].with_name("other")), runtime, interrupt),
+    ):
+        pass
 
 
 def test_outside_the_main_thread(files: tuple[Path, Path]) -> None:

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -931,3 +932,53 @@ def test_a_long_queue_is_walked_with_pauses_while_tasks_wait(monkeypatch: pytest
         pauses.clear()
         runtime.generate([[n] for n in range(60)], Params(max_new_tokens=3))
         assert not pauses
+
+
+# -- sessions ------------------------------------------------------------------------------------------------
+
+
+def test_a_session_gets_its_own_outputs_alone() -> None:
+    """Beside a call, which gets its own; whoever waits steps for both."""
+    parts = simulated_parts(ConstantRunner(ord("x")), RunLimits(4000, 8), 200, vocab_size=256, tokenizer=letters())
+    with Runtime.from_parts(parts) as runtime:
+        loose = runtime.prepare([9], SHORT)
+        runtime.submit(loose)
+        with runtime.session() as session:
+            assert not session.has_work
+            assert session.outputs(0) == []
+            requests = [runtime.prepare([5, n], SHORT, index=n) for n in range(3)]
+            session.submit(*requests, in_order=True)
+            assert session.has_work
+            with ThreadPoolExecutor(1) as thread:
+                others = thread.submit(runtime.generate, [[1], [2]], SHORT)
+                found: list[int] = []
+                while session.has_work:
+                    found += [output.index for output in session.outputs(PATIENCE)]
+                assert len(others.result()) == 2
+            assert found == [0, 1, 2]
+            session.submit(endless := runtime.prepare([7], ENDLESS_SHORT))
+            assert not runtime.has_begun(endless)
+            assert session.outputs(0.01) == []
+            assert runtime.has_begun(endless)
+        assert runtime.has_begun(endless)  # it has ended
+        assert [output.id for output in runtime.step()] in ([loose.id], [])
+        assert nothing_is_left(runtime)
+
+
+def test_a_session_waits_no_longer_than_it_says() -> None:
+    """Also while another thread steps, and its own requests go on."""
+    runner = SlowRunner(ord("x"), seconds=0.001)
+    runner.all_there.set()
+    parts = simulated_parts(runner, RunLimits(4000, 8), 2000, vocab_size=256, tokenizer=letters())
+    with Runtime.from_parts(parts) as runtime, ThreadPoolExecutor(1) as thread, runtime.session() as session:
+        long = Params(max_new_tokens=1500, ignore_eos=True)
+        other = thread.submit(runtime.generate, [[1]], long)
+        session.submit(runtime.prepare([2], long))
+        began, waits = time.monotonic(), 0
+        while not other.done() and waits < 5:
+            assert session.outputs(0.02) == []
+            waits += 1
+        assert waits == 5
+        assert 0.1 <= time.monotonic() - began < 2
+        runtime.abort_all()
+        other.result()

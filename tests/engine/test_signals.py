@@ -11,6 +11,7 @@ import pytest
 
 from radixrt.engine.signals import (
     FirstSignal,
+    Interrupt,
     Interrupted,
     deferred,
     first_interrupt,
@@ -56,6 +57,21 @@ def test_the_first_is_noted_and_the_second_raises(
     assert signal_of(error.value) == second
     assert isinstance(error.value, Interrupted) == (second == TERM)
     assert capfd.readouterr().err == "\nreally stopping; Ctrl-C again stops at once\n"
+
+
+def test_an_interrupt_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time changes nothing of how long ago it was, unless it is to be at once."""
+    now = [5.0]
+    monkeypatch.setattr("radixrt.engine.signals.time.monotonic", lambda: now[0])
+    interrupt = Interrupt()
+    assert (interrupt.is_set(), interrupt.age) == (False, 0.0)
+    interrupt.set()
+    now[0] = 6.0
+    assert (interrupt.is_set(), interrupt.number, interrupt.age) == (True, INT, 1.0)
+    interrupt.set(TERM)
+    assert (interrupt.number, interrupt.age) == (TERM, 1.0)
+    interrupt.set(at_once=True)
+    assert interrupt.age == float("inf")
 
 
 def test_a_handler_of_the_application_stays() -> None:

@@ -97,7 +97,16 @@ class EngineMachine(RuleBasedStateMachine):
         form: RuleForm | None = None,
     ) -> None:
         stop_ids, namespace = frozenset([0]) if stop else frozenset(), self.world.namespace(tenant)
-        self.world.submit(prompt, new, stop_ids=stop_ids, namespace=namespace, n=n, priority=priority, form=form)
+        self.world.submit(
+            prompt,
+            new,
+            stop_ids=stop_ids,
+            namespace=namespace,
+            n=n,
+            priority=priority,
+            yields=priority > 0,
+            form=form,
+        )
 
     @rule(prompt=tokens, new=st.integers(1, 12), length=st.integers(1, 9), n=answers, priority=priorities)
     def submit_with_a_form(self, prompt: list[int], new: int, length: int, n: int, priority: int) -> None:

@@ -13,6 +13,7 @@ import pytest
 from radixrt.cache.radix_tree import Namespace
 from radixrt.output import FinishReason
 from radixrt.sampling_params import SamplingParams
+from radixrt.schedule.answer import Answer
 from radixrt.schedule.booking import Booking, Bookkeeper
 from radixrt.schedule.passes import Pass
 from radixrt.schedule.request import Request
@@ -209,3 +210,62 @@ def test_a_retracted_request_finds_again_what_it_computed() -> None:
     world.retract(request)
     world.drain()
     assert request.usage().recomputed_tokens <= 2  # what was in flight
+
+
+def ended_with(world: World, answer: Answer, most: int) -> int:
+    """How many steps it takes until an answer has ended, of so many at most."""
+    for steps in range(1, most + 1):
+        if answer in world.step():
+            return steps
+        world.check()
+    raise AssertionError(f"it has not ended within {most} steps")
+
+
+@pytest.mark.parametrize("num_slots", [16, 400])
+@pytest.mark.parametrize("yields", [True, False])
+def test_who_yields_makes_way_for_a_more_urgent_request(num_slots: int, yields: bool) -> None:
+    """For its memory, or for its place: what waits goes first, and what has yielded goes on where it was."""
+    world = World(Sizes(num_slots=num_slots, num_rows=4, max_running=2, context_len=40, max_in_flight=1))
+    first = world.submit([1, 2], 12 if num_slots == 16 else 30, priority=1, yields=yields)
+    second = world.submit([3, 0], 30, priority=1, yields=yields) if num_slots == 400 else None
+    for _ in range(6):
+        world.step()
+    assert first is not None
+    before = first.num_output
+    urgent = world.submit([2, 1, 1, 1], 2)
+    assert urgent is not None
+    if yields:
+        ended_with(world, urgent, 6)
+        assert not first.finished
+        assert (second or first).log.retractions == 1
+        assert first.num_output >= before
+    else:
+        with pytest.raises(AssertionError, match="within 6 steps"):
+            ended_with(world, urgent, 6)
+        assert world.scheduler.num_retractions == 0
+    world.drain()
+    assert first.log.recomputed_tokens == 0 or num_slots == 16
+
+
+def test_nobody_makes_way_for_an_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(Sizes(num_slots=400, num_rows=4, max_running=2, context_len=40))
+    running = [world.submit([i, 2], 20, priority=1, yields=True) for i in range(2)]
+    world.step()
+    for priority in (1, 2):
+        world.submit([3, 3], 1, priority=priority, yields=True)
+    world.drain()
+    assert world.scheduler.num_retractions == 0
+    assert all(answer is not None and answer.log.retractions == 0 for answer in running)
+
+
+def test_no_more_make_way_than_must() -> None:
+    """The least urgent, and of these the latest."""
+    world = World(Sizes(num_slots=400, num_rows=8, max_running=4, context_len=40))
+    running = [world.submit([i, 2], 20, priority=priority, yields=True) for i, priority in enumerate((1, 2, 2, 1))]
+    for _ in range(3):
+        world.step()
+    urgent = world.submit([2, 2, 2], 1)
+    assert urgent is not None
+    ended_with(world, urgent, 5)
+    world.drain()
+    assert [answer.log.retractions for answer in running if answer is not None] == [0, 0, 1, 0]

@@ -6,7 +6,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from radixrt.batch.formats.openai_batch import openai_answer, openai_error, openai_reply, openai_tally, read_openai
+from radixrt.batch.formats.openai_batch import (
+    ChatReader,
+    openai_answer,
+    openai_error,
+    openai_reply,
+    openai_tally,
+    read_openai,
+)
 from radixrt.batch.formats.plain_lines import (
     PROMPTS,
     plain_answer,
@@ -35,13 +42,23 @@ class LineParser:
     Args:
         default_params: for parameters that a line does not give.
         file_format: of the file, if it is known, so that a part of a file is read like the whole.
+        url: with it, each line must be in OpenAI's format, and ask this endpoint.
+        chats: takes answers to chats in OpenAI's format apart; None: they stay text.
 
     Attributes:
+        chats: the same.
         file_format: of the file; None until a line has set it.
     """
 
-    def __init__(self, default_params: SamplingParams, file_format: Format | None = None) -> None:
-        self.file_format = file_format
+    def __init__(
+        self,
+        default_params: SamplingParams,
+        file_format: Format | None = None,
+        url: str | None = None,
+        chats: ChatReader | None = None,
+    ) -> None:
+        self.file_format = file_format if url is None else Format.OPENAI
+        self._url, self.chats = url, chats
         self._parameters = ParameterReader(default_params)
 
     def parse(self, line: bytes | BadLine) -> InputRecord:
@@ -66,11 +83,11 @@ class LineParser:
             raise self._unreadable("the line nests too deep", line) from None
 
     def _read(self, value: dict[str, Any]) -> InputRecord:
-        told = _format(value)
+        told = _format(value) if self._url is None else Format.OPENAI
         if self.file_format is None:
             self.file_format = told
         if (told or self.file_format) is Format.OPENAI:
-            return read_openai(value, self._parameters)
+            return read_openai(value, self._parameters, self._url, self.chats)
         return read_plain(value, self._parameters)
 
     def _unreadable(self, message: str, line: bytes) -> LineError:
@@ -88,7 +105,13 @@ def _format(line: dict[str, Any]) -> Format | None:
 
 
 def output_line(
-    index: int, reply: Reply, output: RequestOutput, *, created: int, spelling: TokenSpelling
+    index: int,
+    reply: Reply,
+    output: RequestOutput,
+    *,
+    created: int,
+    spelling: TokenSpelling,
+    chats: ChatReader | None = None,
 ) -> bytes:
     """The record of a line whose request ran, with its newline.
 
@@ -97,9 +120,11 @@ def output_line(
         reply: of its InputRecord.
         created: Unix time in seconds, for OpenAI's format.
         spelling: of the model's tokens; log-probabilities in OpenAI's format name tokens by their texts.
+        chats: that of the LineParser.
     """
     if reply["format"] == Format.OPENAI:
-        return dump_line(openai_answer(index, reply, output, created=created, spelling=spelling))
+        answer = openai_answer(index, reply, output, created=created, spelling=spelling, chats=chats)
+        return dump_line(answer)
     return dump_line(plain_answer(index, reply, output))
 
 

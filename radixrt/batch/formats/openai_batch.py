@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from radixrt.batch.formats.record import (
     FORM_ENGINE,
@@ -42,9 +43,30 @@ from radixrt.frontend.openai import (
 )
 from radixrt.frontend.sampling_aliases import with_nearest
 from radixrt.output import RequestOutput
+from radixrt.sampling_params import SamplingParams
+from radixrt.text.chat import Chat
 from radixrt.text.token_spelling import TokenSpelling
 
+READING = "reading"  # key of a reply whose answer is to be taken apart: how, as JSON
+
 _KEYS = ("custom_id", "method", "url", "body")
+
+
+class ChatReader(Protocol):
+    """Takes the answers to chats apart, such as for calls of tools; without one they stay text."""
+
+    def without_choice(self, given: dict[str, Any]) -> dict[str, Any]:
+        """A body for its prompt and its parameters."""
+
+    def reading(
+        self, given: dict[str, Any], chat: Chat, params: SamplingParams
+    ) -> tuple[dict[str, Any] | None, SamplingParams]:
+        """How answers to a body's chat are taken apart, as JSON, None where they stay text; and with which
+        parameters they are made. Raises ParameterError, PromptError or TokenizerError.
+        """
+
+    def message(self, reading: dict[str, Any], text: str) -> dict[str, Any]:
+        """The message of an answer."""
 
 
 def openai_reply(custom_id: str | None = None, url: str | None = None, model: str = UNNAMED_MODEL) -> Reply:
@@ -52,12 +74,17 @@ def openai_reply(custom_id: str | None = None, url: str | None = None, model: st
     return {"format": Format.OPENAI.value, "custom_id": custom_id, "url": url, "model": model}
 
 
-def read_openai(line: dict[str, Any], parameters: ParameterReader) -> InputRecord:
-    """What a line asks for. Raises LineError."""
+def read_openai(
+    line: dict[str, Any],
+    parameters: ParameterReader,
+    only_url: str | None = None,
+    chats: ChatReader | None = None,
+) -> InputRecord:
+    """What a line asks for, if need be of one endpoint alone. Raises LineError."""
     custom_id, url, body = line.get("custom_id"), line.get("url"), line.get("body")
     reply = openai_reply(custom_id if isinstance(custom_id, str) else None)
     try:
-        _check_line(line)
+        _check_line(line, (CHAT, COMPLETIONS) if only_url is None else (only_url,))
         assert isinstance(url, str)  # it is one of two
         assert isinstance(body, dict)
         given = {name: value for name, value in body.items() if value is not None}
@@ -65,8 +92,12 @@ def read_openai(line: dict[str, Any], parameters: ParameterReader) -> InputRecor
     except ValueError as error:
         raise LineError(LineErrorType.INVALID_LINE, str(error), reply) from None
     try:
-        params = parameters.read(sampling_values(url, given))
-        prompt = asked_prompt(url, given)
+        asked = given if chats is None or url != CHAT else chats.without_choice(given)
+        params = parameters.read(sampling_values(url, asked))
+        prompt = asked_prompt(url, asked)
+        if chats is not None and isinstance(prompt, Chat):
+            reading, params = chats.reading(given, prompt, params)
+            reply = reply if reading is None else {**reply, READING: reading}
     except ParameterError as error:
         raise LineError(LineErrorType.INVALID_PARAMETERS, str(error), reply) from None
     except (PromptError, TokenizerError) as error:
@@ -74,7 +105,7 @@ def read_openai(line: dict[str, Any], parameters: ParameterReader) -> InputRecor
     return InputRecord(prompt, params, reply)
 
 
-def _check_line(line: dict[str, Any]) -> None:
+def _check_line(line: dict[str, Any], urls: tuple[str, ...]) -> None:
     """Raise ValueError unless a line has its keys, and each is what it must be."""
     if unknown := [with_nearest(short(key), _KEYS) for key in line if key not in _KEYS]:
         raise ValueError(f"unknown key {', '.join(unknown[:5])}; a line in OpenAI's format has {', '.join(_KEYS)}")
@@ -83,20 +114,35 @@ def _check_line(line: dict[str, Any]) -> None:
         raise ValueError(f"custom_id is {kind(custom_id)}; it must be a string")
     if method != "POST":
         raise ValueError(f'method is {as_json(method)}; it must be "POST"')
-    if url not in (CHAT, COMPLETIONS):
-        raise ValueError(f"url is {as_json(url)}; it must be {CHAT} or {COMPLETIONS}")
+    if url not in urls:
+        raise ValueError(f"url is {as_json(url)}; it must be {' or '.join(urls)}")
     if not isinstance(body, dict):
         raise ValueError(f"body is {kind(body)}; it must be an object")
 
 
 def openai_answer(
-    index: int, reply: Reply, output: RequestOutput, *, created: int, spelling: TokenSpelling
+    index: int,
+    reply: Reply,
+    output: RequestOutput,
+    *,
+    created: int,
+    spelling: TokenSpelling,
+    chats: ChatReader | None = None,
 ) -> dict[str, object]:
     """The record of a line whose request ran; of a failed one an error record."""
     if output.failure is not None:
         return openai_error(index, LineError(LineErrorType.FAILED, output.failure, reply))
     digest, model = _digest(index, reply), reply["model"]
-    body = answer_body(reply["url"], [output], id_digest=digest, model=model, created=created, spelling=spelling)
+    reading = reply.get(READING)
+    body = answer_body(
+        reply["url"],
+        [output],
+        message_of=None if chats is None or reading is None else partial(chats.message, reading),
+        id_digest=digest,
+        model=model,
+        created=created,
+        spelling=spelling,
+    )
     if FORM_ENGINE in reply:
         body[FORM_ENGINE] = reply[FORM_ENGINE]
     return _record(digest, reply, 200, body, None)
@@ -109,6 +155,13 @@ def openai_error(index: int, error: LineError) -> dict[str, object]:
     # Its line, counted from 1, is the only way back to a line without a custom_id.
     beside: dict[str, object] = {"code": error.type, "message": error.message, "param": None, "line": index + 1}
     return _record(_digest(index, error.reply), error.reply, 500 if failed else 400, body, beside)
+
+
+def openai_unanswered(index: int, reply: Reply, code: str, message: str) -> dict[str, object]:
+    """The record of a sound line that nobody will answer: it has no response."""
+    error = {"code": code, "message": message, "param": None, "line": index + 1}
+    own = {"id": f"batch_req_{_digest(index, reply)}", "custom_id": reply["custom_id"]}
+    return {**own, "response": None, "error": error}
 
 
 def openai_tally(record: dict[str, Any]) -> Tally:

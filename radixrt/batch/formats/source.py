@@ -84,6 +84,17 @@ def read_lines(
         yield from _json_lines(io.BufferedReader(_Rejoined(head, file, seen), _BUFFER), head, name, max_line)
 
 
+def is_plain(path: Path) -> bool:
+    """Whether a file has plain lines, by its first bytes: neither gzip, nor zstd, nor parquet.
+
+    Raises BatchFileError where it cannot be read.
+    """
+    with _opened(path, str(path)) as file:
+        head = _head(file, str(path))
+    is_compressed = head.startswith(_GZIP) or head == _ZSTD or _ZSTD_SKIPPABLE.fullmatch(head) is not None
+    return not is_compressed and head != _PARQUET
+
+
 @contextmanager
 def _opened(source: str | Path, name: str) -> Iterator[IO[bytes]]:
     if source == STANDARD:

@@ -80,6 +80,11 @@ class RunFolder:
             with self._refusals(self._lock_path):
                 self._lock.release()
 
+    @property
+    def journal(self) -> Journal | None:
+        """The journal, once `begin` has opened it."""
+        return self._journal
+
     def kept(self) -> Kept | None:
         """What an earlier run has left; None if there is nothing to go on with. Raises as `begin` does."""
         with self._refusals(self.path):

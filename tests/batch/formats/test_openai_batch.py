@@ -505,6 +505,26 @@ def test_bad_lines(change: dict[str, Any], message: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (line(CHAT, messages=MESSAGES), f'url is "{CHAT}"; it must be {COMPLETIONS}'),
+        ({"prompt": "a"}, "unknown key 'prompt'; a line in OpenAI's format has"),
+        ({"custom_id": "a"}, 'method is null; it must be "POST"'),
+    ],
+)
+def test_lines_of_one_endpoint_alone(given: dict[str, Any], message: str) -> None:
+    parser = LineParser(SamplingParams(), url=COMPLETIONS)
+    with pytest.raises(LineError) as caught:
+        parser.parse(json.dumps(given).encode())
+    assert caught.value.type is LineErrorType.INVALID_LINE
+    assert message in caught.value.message
+    with pytest.raises(LineError) as caught:
+        parser.parse(b"{")
+    assert caught.value.reply["format"] == Format.OPENAI
+    assert parser.parse(json.dumps(line(COMPLETIONS, prompt="a")).encode()).prompt == "a"
+
+
 def test_depths_around_the_limit_of_recursion_are_refused() -> None:
     messages = set()
     for depth in range(sys.getrecursionlimit() - 200, sys.getrecursionlimit() + 20):

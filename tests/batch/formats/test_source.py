@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from radixrt.batch.formats.line_format import LineParser
-from radixrt.batch.formats.source import BadLine, read_lines, zstd_module
+from radixrt.batch.formats.source import BadLine, is_plain, read_lines, zstd_module
 from radixrt.errors import BatchFileError
 from radixrt.files.standard import STANDARD
 from radixrt.sampling_params import SamplingParams
@@ -414,3 +414,15 @@ def test_parquet_that_is_cut_short(tmp_path: Path) -> None:
     (tmp_path / "in.parquet").write_bytes(whole[:1500] + bytes(1000) + whole[2500:])
     with pytest.raises(BatchFileError, match=r"cannot read .*in\.parquet beyond row \d+: "):
         list(read_lines(tmp_path / "in.parquet"))
+
+
+@kinds
+def test_what_is_plain_is_told(compress: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(compress(b'{"prompt": "a"}\n'))
+    assert is_plain(tmp_path / "in") == (compress is bytes)
+    (tmp_path / "in").write_bytes(b"PAR1")
+    assert not is_plain(tmp_path / "in")
+    (tmp_path / "in").write_bytes(b"")
+    assert is_plain(tmp_path / "in")
+    with pytest.raises(BatchFileError, match="cannot read"):
+        is_plain(tmp_path / "nothing")

@@ -325,6 +325,7 @@ class World:
         n: int = 1,
         scored_from: int | None = None,
         priority: int = 0,
+        yields: bool = False,
         form: Form | None = None,
     ) -> Request:
         """A request that nobody has submitted. Some want log-probabilities, some have many stop tokens, and some
@@ -349,6 +350,7 @@ class World:
             namespace=namespace or self.namespace(),
             reusable_len=index % (len(prompt) + 1) if self.sizes.drops and index % 3 == 2 else None,
             priority=priority,
+            yields=yields,
             form=form,
         )
 
@@ -362,6 +364,7 @@ class World:
         n: int = 1,
         scored_from: int | None = None,
         priority: int = 0,
+        yields: bool = False,
         form: Form | None = None,
     ) -> Answer | None:
         """Queue a request; None if it can never run."""
@@ -373,6 +376,7 @@ class World:
             n=n,
             scored_from=scored_from,
             priority=priority,
+            yields=yields,
             form=form,
         )
         return next(iter(self.submit_all([request])), None)
