@@ -248,13 +248,6 @@ class StreamChunk:
     prompt_index: int = 0
     prompt_tokens: int = 0
 
-    def followed_by(self, later: StreamChunk) -> StreamChunk:
-        """This one and the next of its answer as one."""
-        logprobs = None if later.logprobs is None else (self.logprobs or ()) + later.logprobs
-        return replace(
-            later, text=self.text + later.text, token_ids=self.token_ids + later.token_ids, logprobs=logprobs
-        )
-
 
 @dataclass(frozen=True)
 class ScoreOutput:

@@ -244,10 +244,10 @@ class Runtime:
         `stream_interval` more, and the last one when it has ended. Leaving the loop early ends the request.
         """
         built = self._numbered(self._builder.build_streamed, prompt, sampling_params, tenant, request_id, priority)
-        with self._driver.opened(StreamCall(stream_interval)) as call:
+        with self._driver.opened(StreamCall(stream_interval, self.tokenizer)) as call:
             self._driver.submit([built()], call)
             while not call.is_over:
-                yield from self._driver.news(call)
+                yield from call.chunks(self._driver.news(call))
 
     async def async_generate(
         self,
@@ -305,10 +305,10 @@ class Runtime:
     async def _async_chunks(
         self, built: Callable[[], list[Request]], interval: int
     ) -> AsyncGenerator[StreamChunk, None]:
-        with self._driver.opened(StreamCall(interval), by_task=True) as call:
+        with self._driver.opened(StreamCall(interval, self.tokenizer), by_task=True) as call:
             self._driver.submit(await self._in_thread(built), call)
             while not call.is_over:
-                for chunk in await self._driver.async_news(call):
+                for chunk in call.chunks(await self._driver.async_news(call)):
                     yield chunk
 
     def score(

@@ -1,15 +1,16 @@
 """What a server adds: Poisson arrivals at shares of the capacity, beside `generate` on the same requests.
 
 python scripts/bench_serving.py --config llama-3.1-8b --workload system_prompt
+python scripts/bench_serving.py --pass-ms 16
 
-Random weights. The capacity is the list's requests over the time of `generate`. Clients are a process of their
-own; each request is a stream on a connection of its own.
+Random weights, or a device that only takes its time, so much a pass, while all else is real. The capacity is the
+list's requests over the time of `generate`. Clients are processes of their own; each request is a stream on a
+connection of its own.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import shutil
 import subprocess
@@ -18,7 +19,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -27,14 +29,20 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from radixrt.arrays import Int32Array
 from radixrt.bench.catalogue import SHAPES, write_shape
 from radixrt.bench.report import wide_console
 from radixrt.builtin import MODEL_PATH
+from radixrt.frontend.openai import COMPLETIONS
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
+from radixrt.schedule.passes import Pass
 from radixrt.server.app import Server
-from radixrt.server.run import Listener, listening_socket
+from radixrt.server.run import Listener, listening_socket, switching_soon
+from radixrt.text.tokenizer import load_tokenizer
 from radixrt.workloads import lists
+from scripts.bench_form_host import Flight, SlowDevice
+from scripts.bench_host import host_runtime
 
 LISTS = ("unshared", "fewshot", "docqa", "system_prompt")
 SIZES: dict[str, dict[str, Any]] = {  # with --small
@@ -43,116 +51,165 @@ SIZES: dict[str, dict[str, Any]] = {  # with --small
     "docqa": {"documents": 3, "document_len": 256, "questions": 8, "new_tokens": 16},
     "system_prompt": {"requests": 24, "system_len": 256, "new_tokens": (8, 32)},
 }
+STREAMED = {"ignore_eos": True, "stream": True}
 
-
-# --- clients ---
+# Of the device that only takes its time.
+LAUNCHES = {"launch forward": 0.0005, "launch draw": 0.0, "draw": 0.0}  # seconds; the first two are the host's
+PIECES = 259, 300  # tokens that are pieces of words
+RELEASES = 10  # of the interpreter's lock in a launch
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a client saw of a request, in seconds from the begin of the run: when it was sent, and when each event
-    came.
+    """What a client saw of a request, in seconds from the begin of the run: when it was sent, and when events
+    came, those that came together once; and how many these were.
     """
 
     sent: float
-    events: list[float]
+    times: list[float]
+    num_events: int
 
 
-async def ask(host: str, port: int, body: bytes, at: float, start: float) -> Told:
-    """Send a request when it is due, and read its stream to the end."""
-    await asyncio.sleep(start + at - time.perf_counter())
-    sent = time.perf_counter()
-    reader, writer = await asyncio.open_connection(host, port)
-    head = f"POST /generate HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    writer.write(head.encode() + body)
-    status = await reader.readline()
-    if b" 200 " not in status:
-        raise RuntimeError(f"the server said {status!r} {await reader.read()!r}")
-    events, is_done = [], False
-    while line := await reader.readline():
-        if line.startswith(b"data: [DONE]"):
-            is_done = True
-        elif line.startswith(b"data: "):
-            events.append(time.perf_counter() - start)
-    writer.close()
-    if not is_done:
-        raise RuntimeError("a stream has no end")
-    return Told(sent - start, events)
+@dataclass(frozen=True)
+class Run:
+    """What became of all requests, and CPU seconds of the server: of its event loop, and of all other threads."""
 
-
-async def ask_all(given: dict[str, Any]) -> list[Told]:
-    start = time.perf_counter() + 0.2
-    bodies = [json.dumps(body).encode() for body in given["bodies"]]
-    due = zip(bodies, given["times"], strict=True)
-    return await asyncio.gather(*(ask(given["host"], given["port"], body, at, start) for body, at in due))
-
-
-def clients_main() -> None:
-    """In the process of the clients: requests on standard input, what became of them on standard output."""
-    told = asyncio.run(ask_all(json.load(sys.stdin)))
-    json.dump([[one.sent, one.events] for one in told], sys.stdout)
+    told: list[Told]
+    loop_seconds: float
+    other_seconds: float
 
 
 # --- the server ---
 
 
+class Device(SlowDevice):
+    """Draws pieces of words. Launches let other threads have the interpreter, as calls of a captured pass do."""
+
+    def launch(self, pass_: Pass) -> Flight:  # type: ignore[override]
+        for _ in range(RELEASES):
+            time.sleep(0)
+        return super().launch(pass_)
+
+    def draw(self, count: int) -> Int32Array:
+        return self.rng.integers(*PIECES, count, np.int32)
+
+
 @contextmanager
-def served(runtime: Runtime) -> Iterator[tuple[str, int]]:
-    """A server's address."""
-    with listening_socket("127.0.0.1", 0) as bound:
+def runtime_of(given: argparse.Namespace) -> Iterator[Runtime]:
+    """Of random weights in a shape, or around a device that only takes its time."""
+    with tempfile.TemporaryDirectory() as folder:
+        if given.pass_ms is not None:
+            device = Device(seconds={**LAUNCHES, "forward": given.pass_ms / 1000})
+            runtime, _ = host_runtime(512, 4096, device, load_tokenizer(MODEL_PATH))
+        else:
+            write_shape(given.config, Path(folder))
+            for file in MODEL_PATH.glob("tokenizer*"):  # streams need one
+                shutil.copy(file, folder)
+            runtime = Runtime(folder, load_format="dummy", device=given.device)
+        with runtime:
+            yield runtime
+
+
+@contextmanager
+def served(runtime: Runtime) -> Iterator[tuple[str, int, threading.Thread]]:
+    """A server's address, and the thread of its event loop."""
+    with listening_socket("127.0.0.1", 0) as bound, switching_soon():
         listener = Listener(Server(runtime, "bench"), drain_seconds=60)
         thread = threading.Thread(target=listener.run, kwargs={"sockets": [bound]})
         thread.start()
         while not listener.started:
             time.sleep(0.01)
         try:
-            yield bound.getsockname()[:2]
+            yield *bound.getsockname()[:2], thread
         finally:
             listener.should_exit = True
             thread.join()
 
 
-def generated(runtime: Runtime, prompts: Sequence[lists.WorkloadPrompt]) -> float:
-    """Seconds of `generate`, from an empty cache."""
+def cpu_seconds(thread: threading.Thread) -> float:
+    assert thread.ident is not None
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+
+
+def generated(runtime: Runtime, prompts: Sequence[lists.WorkloadPrompt]) -> tuple[float, float]:
+    """Seconds of `generate`, from an empty cache, and CPU seconds."""
     runtime.flush_cache()
-    began = time.perf_counter()
+    began, cpu_began = time.perf_counter(), time.process_time()
     params = [SamplingParams(max_new_tokens=one.max_new_tokens, ignore_eos=True) for one in prompts]
     runtime.generate([one.prompt_ids for one in prompts], params)
-    return time.perf_counter() - began
+    return time.perf_counter() - began, time.process_time() - cpu_began
 
 
-def measured(runtime: Runtime, prompts: Sequence[lists.WorkloadPrompt], rate: float, seed: int) -> list[Told]:
+def measured(
+    runtime: Runtime, prompts: Sequence[lists.WorkloadPrompt], rate: float, seed: int, num_clients: int
+) -> Run:
     """The list, served: requests in its order, arriving at so many a second in the mean."""
     runtime.flush_cache()
-    gaps = np.random.default_rng(seed).exponential(1 / rate, len(prompts))
-    with served(runtime) as (host, port):
-        bodies = [
-            {
-                "input_ids": one.prompt_ids.tolist(),
-                "sampling_params": {"max_new_tokens": one.max_new_tokens, "ignore_eos": True},
-                "stream": True,
-            }
-            for one in prompts
+    times = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, len(prompts))).tolist()
+    bodies = [
+        {"model": "any", "prompt": one.prompt_ids.tolist(), "max_tokens": one.max_new_tokens, **STREAMED}
+        for one in prompts
+    ]
+    with served(runtime) as (host, port, loop), ExitStack() as stack:
+        given = {"host": host, "port": port, "path": COMPLETIONS}
+        clients = [
+            stack.enter_context(
+                Clients({**given, "bodies": bodies[place::num_clients], "times": times[place::num_clients]})
+            )
+            for place in range(num_clients)
         ]
-        given = {"host": host, "port": port, "bodies": bodies, "times": np.cumsum(gaps).tolist()}
-        command = [sys.executable, __file__, "--clients"]
-        asked = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True)
-    if asked.returncode:
-        raise SystemExit(f"the clients have failed:\n{asked.stderr}")
-    return [Told(sent, events) for sent, events in json.loads(asked.stdout)]
+        for one in clients:
+            one.until_ready()
+        loop_began, began, start = cpu_seconds(loop), time.process_time(), time.perf_counter() + 0.1
+        with ThreadPoolExecutor(num_clients) as threads:
+            told = [one for found in threads.map(lambda one: one.told(start), clients) for one in found]
+        loop_seconds = cpu_seconds(loop) - loop_began
+        return Run(told, loop_seconds, time.process_time() - began - loop_seconds)
 
 
-def row(told: Sequence[Told], num_tokens: int, whole: float) -> list[str]:
+class Clients:
+    """A process that sends requests when they are due; it has been killed once the `with` is left."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        command = [sys.executable, str(Path(__file__).with_name("serving_clients.py"))]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        print(json.dumps(given), file=self._process.stdin, flush=True)
+
+    def __enter__(self) -> Clients:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def until_ready(self) -> None:
+        assert self._process.stdout is not None
+        self._process.stdout.readline()
+
+    def told(self, start: float) -> list[Told]:
+        """What became of the requests, if all begins at `start`."""
+        asked, _ = self._process.communicate(f"{start}\n")
+        if self._process.returncode:
+            raise SystemExit("the clients have failed")
+        return [
+            Told(sent - start, [at - start for at in times], count) for sent, times, count in json.loads(asked)
+        ]
+
+
+def row(run: Run, num_tokens: int, whole: float) -> list[str]:
     """Figures of a run, beside `generate`'s seconds."""
-    arrived, ended = max(one.sent for one in told), max(one.events[-1] for one in told)
-    first = [one.events[0] - one.sent for one in told]
-    between = [later - earlier for one in told for earlier, later in pairwise(one.events)]
+    told = run.told
+    arrived, ended = max(one.sent for one in told), max(one.times[-1] for one in told)
+    first = [one.times[0] - one.sent for one in told]
+    between = [later - earlier for one in told for earlier, later in pairwise(one.times)]
     return [
         f"{len(told) / arrived:.1f}",
         f"{num_tokens / ended:,.0f}",
         f"{ended / max(whole, arrived):.3f}",
         *(f"{1e3 * np.percentile(first, q):.1f}" for q in (50, 99)),
         *(f"{1e3 * np.percentile(between or [0.0], q):.1f}" for q in (50, 99)),
+        f"{num_tokens / sum(one.num_events for one in told):.2f}",
+        *(f"{1e6 * seconds / num_tokens:.1f}" for seconds in (run.loop_seconds, run.other_seconds)),
     ]
 
 
@@ -163,35 +220,38 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--load", type=float, action="append", metavar="SHARE", help="of the capacity; repeatable (0.5 0.8 0.95)"
     )
+    parser.add_argument("--clients", type=int, default=4, metavar="N", help="processes that ask (4)")
     parser.add_argument("--small", action="store_true", help="small lists, for a laptop")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the arrivals (0)")
     parser.add_argument("--device", help="such as cpu or cuda:1")
+    parser.add_argument(
+        "--pass-ms", type=float, metavar="MS", help="in place of a model, a device of so long a pass"
+    )
     given = parser.parse_args(argv)
     if any(not 0 < load <= 1 for load in given.load or ()):
         parser.error("--load is above 0, and 1 at most")
     table = Table(
         title="A server beside generate",
-        caption="x: the time to the end of the last answer, over that of generate or, if longer, of the arrivals",
+        caption="x: the time to the end of the last answer, over that of generate or, if longer, of the arrivals; "
+        "loop, rest: CPU time of the event loop and of all other threads, a token",
     )
-    columns = "workload", "load", "requests/s", "tokens/s", "x", "first, ms", "99 %", "between, ms", "99 %"
-    for column in columns:
+    served_as = "load", "requests/s", "tokens/s", "x", "first, ms", "99 %", "between, ms", "99 %"
+    for column in ("workload", *served_as, "tokens an event", "loop, µs", "rest, µs"):
         table.add_column(column, justify="right")
-    with tempfile.TemporaryDirectory() as folder:
-        write_shape(given.config, Path(folder))
-        for file in MODEL_PATH.glob("tokenizer*"):  # streams need one
-            shutil.copy(file, folder)
-        with Runtime(folder, load_format="dummy", device=given.device) as runtime:
-            for name in given.workload or ("system_prompt",):
-                sizes = {**SIZES[name], "vocab_size": 1000} if given.small else {}
-                prompts = getattr(lists, name)(**sizes)
-                generated(runtime, prompts)  # it warms up
-                whole, num_tokens = generated(runtime, prompts), sum(one.max_new_tokens for one in prompts)
-                table.add_row(name, "generate", f"{len(prompts) / whole:.1f}", f"{num_tokens / whole:,.0f}")
-                for load in given.load or (0.5, 0.8, 0.95):
-                    told = measured(runtime, prompts, load * len(prompts) / whole, given.seed)
-                    table.add_row(name, f"{load:.2f}", *row(told, num_tokens, whole))
-    wide_console(140).print(table)
+    with runtime_of(given) as runtime:
+        for name in given.workload or ("system_prompt",):
+            sizes = {**SIZES[name], "vocab_size": 1000} if given.small else {}
+            prompts = getattr(lists, name)(**sizes)
+            num_tokens = sum(one.max_new_tokens for one in prompts)
+            generated(runtime, prompts)  # it warms up
+            whole, cpu = generated(runtime, prompts)
+            rates = f"{len(prompts) / whole:.1f}", f"{num_tokens / whole:,.0f}"
+            table.add_row(name, "generate", *rates, *[""] * 7, f"{1e6 * cpu / num_tokens:.1f}")
+            for load in given.load or (0.5, 0.8, 0.95):
+                run = measured(runtime, prompts, load * len(prompts) / whole, given.seed, given.clients)
+                table.add_row(name, f"{load:.2f}", *row(run, num_tokens, whole))
+    wide_console(160).print(table)
 
 
 if __name__ == "__main__":
-    clients_main() if sys.argv[1:] == ["--clients"] else main()
+    main()

@@ -107,7 +107,7 @@ def add_serve_command(commands: Any) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    for package in ("fastapi", "uvicorn", "prometheus_client", "python_multipart"):
+    for package in ("fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client", "python_multipart"):
         if importlib.util.find_spec(package) is None:
             raise ParameterError(f"a server needs packages that are not installed: {INSTALL}")
     from radixrt.parsers.choosing import chosen
@@ -118,7 +118,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     from radixrt.server.hosts import LOOPBACK
     from radixrt.server.limits import Limits
     from radixrt.server.local_socket import local_socket
-    from radixrt.server.run import Listener, listening_socket
+    from radixrt.server.run import Listener, listening_socket, switching_soon
     from radixrt.server.tenants import Tenants
 
     for name, least, most in (("port", 0, 65535), ("max_pending", 1, 10**9), ("drain_seconds", 0, 86_400)):
@@ -146,6 +146,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         nullcontext()
         if folder is None
         else Batches(runtime, folder, tenants.names, limits=limits, drain_seconds=drain_seconds) as batches,
+        switching_soon(),
     ):
         host, port = socket.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"

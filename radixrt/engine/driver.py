@@ -38,8 +38,9 @@ class Driver:
 
     It has no thread of its own. A caller that waits takes the turn and steps for all, until there is news of its
     call; then it passes the turn on to another that waits. Tasks of event loops sleep in futures, and one thread
-    of the loop's executor, the proxy, waits in their place. An exception of a step is raised to the caller that
-    took it, from the proxy to all tasks; the others go on.
+    of the loop's executor, the proxy, waits in their place. Others get their news when the next pass has been
+    launched: they have the interpreter while the device works, and do not delay its plan. An exception of a step
+    is raised to the caller that took it, from the proxy to all tasks; the others go on.
 
     `_mutex` guards who has the turn, who sleeps and which requests have not ended. It is never held during a pass.
     """
@@ -60,6 +61,7 @@ class Driver:
         self._inbox: deque[tuple[list[Request], bool]] = deque()  # for the next step to submit; whether in order
         self._aborts: deque[int | str] = deque()  # ids of requests for the next step to end
         self._ended: deque[Answer] = deque()  # whose requests may have ended with them, which is yet to be told
+        self._told: list[Call] = []  # that have news of the last step, and may wait for it
 
     @property
     def has_work(self) -> bool:
@@ -259,6 +261,7 @@ class Driver:
         with self._mutex:
             if self._owner == threading.get_ident():
                 self._owner = None
+                self._tell()
             waiting = self._guests or self._asleep
             if self._owner is None and waiting:
                 next(iter(waiting.values())).notify()
@@ -305,6 +308,7 @@ class Driver:
             self._submit_inbox(engine)
             while engine.has_work:
                 self._step(admit=False)
+            self._tell()
             engine.check_whole()
             with deferred():
                 engine.make_transfers()
@@ -343,21 +347,29 @@ class Driver:
         with deferred():  # booking included: an output that is not delivered now never is
             if admit:
                 self._submit_inbox(engine)
-            engine.scheduler.pace(paced := with_pauses if self._tasks else iter)
-            self._ended += engine.step(self._aborted())
-            told: list[Call] = []
+            engine.scheduler.pace(paced := with_pauses if self._tasks and _switches_slowly() else iter)
             try:
+                # Others go on once the device has its next work, and this thread waits: not while it plans.
+                self._ended += engine.step(self._aborted(), self._tell)
                 for _ in paced(range(len(self._ended))):
-                    self._end(self._ended[0].family[0], told)
+                    self._end(self._ended[0].family[0])
                     self._ended.popleft()
                 streams = paced(tuple(self._streams.items()))
-                told += [call for request_id, call in streams if call.catch_up(request_id)]
-            finally:
-                if told:
-                    self._wake(told)
+                self._told += [call for request_id, call in streams if call.catch_up(request_id)]
+            except BaseException:
+                self._tell()
+                raise
+            if not engine.has_work:
+                self._tell()
 
-    def _end(self, first: Answer, told: list[Call]) -> None:
-        """Deliver the output of a request if its answers have all ended, and add its call to `told` then."""
+    def _tell(self) -> None:
+        """Wake who waits for news of the last step."""
+        if self._told:
+            told, self._told = self._told, []
+            self._wake(told)
+
+    def _end(self, first: Answer) -> None:
+        """Deliver the output of a request if its answers have all ended."""
         request = first.request
         call = self._calls.get(request.id)
         if call is None or not all(answer.finished for answer in first.family):
@@ -372,9 +384,14 @@ class Driver:
         call.end(first, output)
         self._calls.pop(request.id)
         self._streams.pop(request.id, None)
-        told.append(call)
+        self._told.append(call)
         if cut is not None:  # such as a panic of the tokenizer's, or a third Ctrl-C
             raise cut
+
+
+def _switches_slowly() -> bool:
+    """Whether threads wait long for the interpreter while another one works: 5 ms is Python's default."""
+    return sys.getswitchinterval() > 1e-3
 
 
 def with_pauses(items: Iterable[T]) -> Iterator[T]:

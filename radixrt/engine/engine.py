@@ -88,9 +88,9 @@ class Engine:
         finally:
             booked.give_back(transfers)  # those that could not be started
 
-    def step(self, aborts: Iterable[Answer] = ()) -> list[Answer]:
-        """End `aborts` and the other answers to their prompts, launch the next pass, then book the one
-        `max_in_flight` before it. Returns the answers that ended.
+    def step(self, aborts: Iterable[Answer] = (), launched: Callable[[], None] = lambda: None) -> list[Answer]:
+        """End `aborts` and the other answers to their prompts, launch the next pass, call `launched`, and book the
+        one `max_in_flight` before it. Returns the answers that ended.
 
         A pass that raises ends its own answers with FinishReason.ERROR, and all others go on. But DeviceLostError
         is raised, and no request has ended, if then the device works no more; SchedulerError if requests wait and
@@ -108,10 +108,11 @@ class Engine:
         self._end_filling()
         if booking is not None:
             self._in_flight.append(self._launch(booking))
-            if booking.forms is not None:  # it waits for the tokens of all passes before
-                while len(self._in_flight) > 1:
-                    ended += self._collect(self._in_flight.popleft())
-                ended += self._begin_draws()
+        launched()
+        if booking is not None and booking.forms is not None:  # it waits for the tokens of all passes before
+            while len(self._in_flight) > 1:
+                ended += self._collect(self._in_flight.popleft())
+            ended += self._begin_draws()
         if self._in_flight and (booking is None or len(self._in_flight) > self._max_in_flight):
             ended += self._collect(self._in_flight.popleft())
         self._meter.end_step()

@@ -77,7 +77,7 @@ class RequestBuilder:
         streams: bool = False,
         call: int = 0,
     ) -> Request:
-        """A request for one prompt; with `streams` its text is built token by token.
+        """A request for one prompt. With `streams` text will be made of its tokens as they come.
 
         The seed that it gets if it has none depends on the run's seed, its `index` and the number of its `call`.
         For the first one, 0, it is that of a batch's line, whose journal must find it again.
@@ -97,13 +97,13 @@ class RequestBuilder:
             raise PromptError(f"has {len(ids)} tokens; with a context of {context} it may have at most {longest}")
         if params.prompt_logprobs is not None and start >= len(ids):
             raise ParameterError(f"prompt_logprobs_start is {start}, but the prompt has {len(ids)} tokens")
-        make_text = None
-        if params.stop or params.stop_regex or (streams and params.detokenize):
+        make_text, has_stops = None, bool(params.stop or params.stop_regex)
+        if has_stops or (streams and params.detokenize):
             if self.tokenizer is None:
                 raise ParameterError(
                     "stop, stop_regex and streams need a tokenizer, and the model's folder has none"
                 )
-            make_text = partial(TextBuilder, self.tokenizer, params)
+            make_text = partial(TextBuilder, self.tokenizer, params) if has_stops else None
         request = Request(
             index=index,
             id=next(self._ids) if request_id is None else request_id,

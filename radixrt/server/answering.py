@@ -21,12 +21,11 @@ from radixrt.frontend.openai import (
     usage_body,
 )
 from radixrt.frontend.tool_calls import Deltas, message_of
-from radixrt.output import RequestOutput, StreamChunk, Usage
+from radixrt.output import RequestOutput, StreamChunk, TokenLogprob, Usage
 from radixrt.runtime import Runtime
 from radixrt.server.asked import Asked
-from radixrt.server.reading import Reading
 from radixrt.server.refusal import refusal_of
-from radixrt.server.responses import Events, event_bytes
+from radixrt.server.responses import Events, TextEvents, event_bytes
 from radixrt.text.chat import Chat
 from radixrt.text.token_spelling import TokenSpelling
 
@@ -67,40 +66,22 @@ class Answering:
         return prompt if isinstance(prompt, str) else ""
 
     async def events(self, asked: Asked, tenant: str | None, on_end: OnEnd) -> Events:
-        """The server-sent events of the answers to all prompts, numbered as in a body. Raises RadixrtError before
-        the first one where a prompt cannot run; what goes wrong later, with any of them, is the last event.
-        `on_end` is called if all went well.
+        """The server-sent events of the answers to all prompts, numbered as in a body; those of a chunk are one
+        piece. Raises RadixrtError before the first one where a prompt cannot run; what goes wrong later, with any
+        of them, is the last event. `on_end` is called if all went well.
         """
         head: Any = {"id_digest": uuid.uuid4().hex, "model": asked.model, "created": int(time.time())}
-        answers = [_Streamed(asked.reading) for _ in range(asked.num_answers)]
+        answers = [_Streamed(asked, index, head, self._spelling) for index in range(asked.num_answers)]
         usages: list[Usage] = []
-
-        def event(index: int, text: str | None, **more: Any) -> bytes:
-            counts = (chunk.prompt_tokens, answers[index].num_tokens) if asked.wants_running_usage else None
-            return event_bytes(chunk_body(asked.url, index, text, counts=counts, **more, **head))
-
         stream = self._runtime.async_stream_all(list(asked.prompts), asked.params, tenant=tenant)
         async with aclosing(stream) as chunks:
             chunk = sound(await anext(chunks))
             if asked.url == CHAT:
-                for index in range(asked.num_answers):
-                    yield event(index, None)
+                yield b"".join(answer.beginning(chunk) for answer in answers)
             try:
                 while True:
-                    index = chunk.prompt_index * asked.params.n + chunk.index
-                    tokens, answer = shown_logprobs(chunk), answers[index]
-                    answer.num_tokens += len(chunk.token_ids)
-                    is_whole = chunk.finish_reason is not None and chunk.finish_reason.is_whole
-                    ended = chunk.finish_reason if is_whole else None
-                    deltas = answer.deltas(chunk.text, ended is not None)
-                    if tokens or deltas:
-                        logprobs = logprobs_body(asked.url, tokens, self._spelling, answer.offset)
-                        for delta in deltas or [{}]:
-                            yield event(index, chunk.text, delta=delta, logprobs=logprobs)
-                            logprobs = None
-                        answer.offset += sum(len(self._spelling.of(one.token_id).text) for one in tokens or ())
-                    if ended is not None:
-                        yield event(index, "", finish_reason=finish_reason(ended, answer.has_called))
+                    if events := answers[chunk.prompt_index * asked.params.n + chunk.index].events(chunk):
+                        yield events
                     if chunk.output is not None:
                         usages.append(chunk.output.usage)
                     if len(usages) == len(asked.prompts):
@@ -111,9 +92,7 @@ class Answering:
                 return
         counts = usage_body(asked.url, Usage.total(usages), **head)
         on_end(str(counts["id"]), usages)
-        if asked.wants_usage:
-            yield event_bytes(counts)
-        yield DONE
+        yield (event_bytes(counts) if asked.wants_usage else b"") + DONE
 
 
 def whole_outputs(outputs: RequestOutput | list[RequestOutput]) -> list[RequestOutput]:
@@ -126,28 +105,55 @@ def whole_outputs(outputs: RequestOutput | list[RequestOutput]) -> list[RequestO
 
 
 class _Streamed:
-    """One answer as it is streamed: its text as it comes, or taken apart.
+    """One answer as it is streamed: its text as it comes, or taken apart."""
 
-    Attributes:
-        num_tokens: that have come.
-        offset: characters of those whose log-probabilities were told.
-    """
-
-    def __init__(self, reading: Reading | None) -> None:
-        self.num_tokens = self.offset = 0
-        self._reader = None if reading is None else reading.reader()
+    def __init__(self, asked: Asked, index: int, head: dict[str, Any], spelling: TokenSpelling) -> None:
+        self._url, self._index, self._head, self._spelling = asked.url, index, head, spelling
+        self._counts: tuple[int, int] | None = (0, 0) if asked.wants_running_usage else None
+        self._offset = 0  # characters of tokens whose log-probabilities were told
+        self._reader = None if asked.reading is None else asked.reading.reader()
         self._deltas = Deltas()
+        self._texts = TextEvents(lambda text: chunk_body(self._url, index, text, **head))
 
-    @property
-    def has_called(self) -> bool:
-        return self._deltas.num_calls > 0
+    def event(self, text: str | None, **more: Any) -> bytes:
+        """With what `chunk_body` takes."""
+        return event_bytes(chunk_body(self._url, self._index, text, counts=self._counts, **more, **self._head))
 
-    def deltas(self, text: str, has_ended: bool) -> list[dict[str, Any]]:
-        """What more of its text tells, in a chat's terms."""
+    def beginning(self, chunk: StreamChunk) -> bytes:
+        """The event before all others of a chat's answer, once there is a first chunk."""
+        if self._counts is not None:
+            self._counts = chunk.prompt_tokens, 0
+        return self.event(None)
+
+    def events(self, chunk: StreamChunk) -> bytes:
+        """With what a chunk has more of it; none if nothing of that is told."""
+        tokens, ended = shown_logprobs(chunk), chunk.finish_reason
+        if ended is not None and not ended.is_whole:
+            ended = None
+        if self._counts is not None:
+            self._counts = chunk.prompt_tokens, self._counts[1] + len(chunk.token_ids)
+        if tokens is not None or self._reader is not None or self._counts is not None:
+            events = self._taken_apart(chunk.text, tokens, ended is not None)
+        else:
+            events = self._texts.of(chunk.text) if chunk.text else b""
+        if ended is not None:
+            events += self.event("", finish_reason=finish_reason(ended, self._deltas.num_calls > 0))
+        return events
+
+    def _taken_apart(self, text: str, tokens: tuple[TokenLogprob, ...] | None, has_ended: bool) -> bytes:
+        """With what more of its text tells in a chat's terms, and log-probabilities."""
         if self._reader is None:
-            return [{"content": text}] if text else []
-        parts = self._reader.push(text)
-        return self._deltas.of([*parts, *self._reader.finish()] if has_ended else parts)
+            deltas: list[dict[str, Any]] = [{"content": text}] if text else []
+        else:
+            parts = self._reader.push(text)
+            deltas = self._deltas.of([*parts, *self._reader.finish()] if has_ended else parts)
+        if not tokens and not deltas:
+            return b""
+        logprobs = logprobs_body(self._url, tokens, self._spelling, self._offset)
+        self._offset += sum(len(self._spelling.of(one.token_id).text) for one in tokens or ())
+        first, *others = deltas or [{}]
+        events = self.event(text, delta=first, logprobs=logprobs)
+        return events + b"".join(self.event(text, delta=delta) for delta in others)
 
 
 def sound(chunk: StreamChunk) -> StreamChunk:

@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -26,6 +26,7 @@ from radixrt.server.asked import Asked, check_known, read_asked
 from radixrt.server.batches.endpoints import BATCHES
 from radixrt.server.batches.service import Batches
 from radixrt.server.body import gone, object_in, read_body
+from radixrt.server.connected import ClientGone, while_connected
 from radixrt.server.files.endpoints import FILES, Endpoint, Route
 from radixrt.server.hosts import KnownHosts
 from radixrt.server.limits import Limits
@@ -188,18 +189,17 @@ class Server:
     async def _answer(
         self, answering: Answers[A], read: Callable[..., A], request: Request, tenant: str | None
     ) -> Response:
-        given = await self._object(request)
-        asked = await self._in_thread(read, given, self.runtime.default_params, self.limits)
+        asked = await self._read(request, partial(read, defaults=self.runtime.default_params, limits=self.limits))
         began = time.perf_counter()
         if not asked.is_streamed:
             with self._pending.held(asked.num_answers):
                 self._begin_work()
-                outputs = await _while_connected(request, answering.outputs(asked, tenant))
+                outputs = await _until_gone(request, answering.outputs(asked, tenant))
                 on_end = partial(self._note, tenant, began)
                 return JsonResponse(await self._in_thread(_told, answering, asked, outputs, on_end))
         events = self._events(answering, asked, tenant)
         try:  # a prompt that cannot be run is refused before a stream begins
-            return EventStream(await _while_connected(request, anext(events)), events)
+            return EventStream(await _until_gone(request, anext(events)), events)
         except BaseException:
             await events.aclose()
             raise
@@ -220,11 +220,16 @@ class Server:
     def _note(self, tenant: str | None, began: float, answer_id: str, usages: list[Usage]) -> None:
         self._recent.note(tenant, answer_id, usages, time.perf_counter() - began)
 
-    async def _object(self, request: Request) -> dict[str, Any]:
-        """The object of a request's body. Raises Refusal, or RadixrtError where nothing can be answered."""
+    async def _read(self, request: Request, read: Callable[[dict[str, Any]], T]) -> T:
+        """What `read` makes of the object of a request's body, in a thread. Raises Refusal, or RadixrtError also
+        where nothing can be answered.
+        """
         self._check_works()
         body = await read_body(request.stream(), self.limits)
-        return await self._in_thread(object_in, body, self.limits)
+        return await self._in_thread(lambda: read(object_in(body, self.limits)))
+
+    async def _object(self, request: Request) -> dict[str, Any]:
+        return await self._read(request, lambda given: given)
 
     def _check_works(self) -> None:
         if self.draining:
@@ -239,14 +244,13 @@ class Server:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
 
     async def _score(self, request: Request, tenant: str | None) -> Response:
-        given = await self._object(request)
-        asked = await self._in_thread(read_scores, given, self.limits)
+        asked = await self._read(request, partial(read_scores, limits=self.limits))
         began = time.perf_counter()
         with self._pending.held(asked.num_scores):
             self._begin_work()
             labels = [[[label] for label in asked.labels]] * len(asked.prompts)
             work = self.runtime.async_score(asked.prompts, labels, tenant=tenant)
-            scored: Any = await _while_connected(request, work)
+            scored: Any = await _until_gone(request, work)
         body = await self._in_thread(scores_body, asked, scored)
         self._note(tenant, began, str(body["id"]), [usage_of(scored)])
         return JsonResponse(body)
@@ -328,28 +332,16 @@ def _told(answering: Answers[A], asked: A, outputs: list[RequestOutput], on_end:
     return json_bytes(body)
 
 
-async def _while_connected(request: Request, work: Awaitable[T]) -> T:
-    """What `work` returns; it is cancelled where the client goes away before."""
-    task, left = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
+async def _until_gone(request: Request, work: Awaitable[T]) -> T:
+    """What `work` returns. Raises Refusal where the client goes away before."""
     try:
-        await asyncio.wait((task, left), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise gone()
-        return task.result()
-    finally:
-        left.cancel()
-        if task.cancel():
-            with suppress(asyncio.CancelledError):
-                await task
+        return await while_connected(request.receive, work)
+    except ClientGone:
+        raise gone() from None
 
 
 async def _nothing_is_kept(request: Request, tenant: str | None) -> Response:
     raise Refusal(404, "this server keeps no files: start it with --files-dir FOLDER", "no_files")
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _unknown(request: Request, error: Any) -> Response:

@@ -49,7 +49,7 @@ def object_in(body: bytes, limits: Limits) -> dict[str, Any]:
         raise deep from None
     except ValueError as error:
         raise Refusal(400, f"the body {error}", "invalid_json") from None
-    if nests_deeper(given, limits.depth):
+    if body.count(b"[") + body.count(b"{") > limits.depth and nests_deeper(given, limits.depth):
         raise deep
     if not isinstance(given, dict):
         raise Refusal(400, f"the body is {kind(given)}; it must be an object", "invalid_json")

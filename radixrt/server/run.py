@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -13,7 +14,6 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.config import Config
-from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from radixrt.engine.signals import handled_by
 from radixrt.errors import ParameterError
@@ -21,8 +21,9 @@ from radixrt.server.admin import Admin
 from radixrt.server.app import Server
 from radixrt.server.hard_end import end_process_within
 from radixrt.server.limits import Limits
+from radixrt.server.protocol import BoundedProtocol
 
-_MAX_HEADER_BYTES = 65_536
+_SWITCH_SECONDS = 5e-4  # after which the thread that steps gets the interpreter back; by default it waits 5 ms
 _CUT_SECONDS = 5  # for requests that are cut; uvicorn cancels what is left, with tracebacks
 _HANG_SECONDS = 5  # for the pass that runs, after a second signal
 
@@ -42,6 +43,17 @@ def listening_socket(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ParameterError(f"the server cannot listen at {host}, port {port}: {error}") from error
     return listening
+
+
+@contextmanager
+def switching_soon() -> Iterator[None]:
+    """For a process that serves: its threads wait less for the interpreter."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, _SWITCH_SECONDS))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 class _Unsignalled(uvicorn.Server):
@@ -117,51 +129,6 @@ class Listener(_Unsignalled):
             connection.transport.abort()
 
 
-class _Protocol(H11Protocol):
-    """Ends a connection on which no head of a request comes in time, also if it comes byte by byte, and one whose
-    client reads nothing of a response.
-    """
-
-    _head_timer: asyncio.TimerHandle | None = None
-    _read_timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._await_head(None)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        _cancel(self._head_timer)
-        _cancel(self._read_timer)
-
-    def on_response_complete(self) -> None:
-        ended = self.cycle
-        super().on_response_complete()
-        self._await_head(ended)
-
-    def _await_head(self, ended: RequestResponseCycle | None) -> None:
-        _cancel(self._head_timer)
-        self._head_timer = self.loop.call_later(self.timeout_keep_alive, self._end_idle, ended)
-
-    def _end_idle(self, ended: RequestResponseCycle | None) -> None:
-        if self.cycle is ended:
-            self.transport.abort()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        _cancel(self._read_timer)
-        self._read_timer = self.loop.call_later(self.timeout_keep_alive, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        _cancel(self._read_timer)
-
-
-def _cancel(timer: asyncio.TimerHandle | None) -> None:
-    if timer is not None:
-        timer.cancel()
-
-
 def _config(app: FastAPI, limits: Limits, end_seconds: int) -> Config:
     return Config(
         app,
@@ -169,10 +136,10 @@ def _config(app: FastAPI, limits: Limits, end_seconds: int) -> Config:
         access_log=False,
         server_header=False,
         lifespan="off",
-        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
         limit_concurrency=limits.connections,
         timeout_keep_alive=limits.idle_seconds,
         timeout_graceful_shutdown=end_seconds,
-        http=_Protocol,
+        http=BoundedProtocol,
+        loop="uvloop",
         ws="none",
     )

@@ -18,8 +18,8 @@ class Detokenizer:
     may still change is held back: the bytes of an unfinished character, and a whole run of byte-fallback tokens,
     which one bad byte turns into replacements.
 
-    A token costs the decoding of a few: the `_window` of tokens whose text is not certain yet, and a `_context` of
-    some before them.
+    A push costs the decoding of a few tokens: the `_window` of those whose text is not certain yet, and a
+    `_context` of some before them.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
@@ -31,16 +31,13 @@ class Detokenizer:
         self._in_bytes = False  # the window ends in a run of byte-fallback tokens
         self._due = 1  # length at which the window is decoded next
 
-    def push(self, token_id: int) -> str:
-        """Take the next token. Returns the text that has become certain, often ""."""
-        self._window.append(token_id)
-        if token_id in self._tokenizer.byte_ids:
-            self._in_bytes = True
-            return ""
-        if self._in_bytes and self._is_silent(token_id):
-            return ""  # decoding may drop it and join the bytes around it
-        self._in_bytes = False
-        if len(self._window) < self._due:
+    def push(self, *token_ids: int) -> str:
+        """Take the next tokens. Returns the text that has become certain, often ""."""
+        for token_id in token_ids:
+            self._window.append(token_id)
+            # After bytes decoding may drop a token that spells nothing, and join the bytes around it.
+            self._in_bytes = token_id in self._tokenizer.byte_ids or (self._in_bytes and self._is_silent(token_id))
+        if self._in_bytes or len(self._window) < self._due:
             return ""
         text = self._window_text()
         certain = text.removesuffix(_REPLACEMENT)  # one for all bytes of an unfinished character
@@ -53,7 +50,7 @@ class Detokenizer:
                 self._context = [anchor, self._context[-1]]
                 self._context_text = self._tokenizer.decode(self._context, self._skip)
             self._window, self._returned, self._due = [], 0, 1
-        elif not text and self._is_silent(token_id):
+        elif not text and self._is_silent(self._window[-1]):
             self._window.pop()
         else:  # half a character, or a leading blank, which spells nothing by itself
             self._returned = max(self._returned, len(certain))

@@ -144,10 +144,12 @@ class Tokenizer:
 
         Ids from `vocab_size` on spell nothing; negative ones raise TokenizerError.
         """
-        ids = [int(i) for i in token_ids]
+        ids = list(map(int, token_ids))
         if ids and min(ids) < 0:
             raise TokenizerError(f"token id {min(ids)} at position {ids.index(min(ids))} is negative")
-        return self._decode([i for i in ids if i < self.vocab_size], skip_special_tokens)
+        if ids and max(ids) >= self.vocab_size:
+            ids = [i for i in ids if i < self.vocab_size]
+        return self._decode(ids, skip_special_tokens)
 
     def decode_inside(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str | None:
         """Decode `token_ids` as inside a text: after the anchor. None: there is none, or its text changes."""
@@ -213,11 +215,23 @@ def _load_transformers(source: str, local: bool) -> Tokenizer:
         _encode=lambda texts, special: own(
             texts, add_special_tokens=special, return_attention_mask=False, verbose=False
         )["input_ids"],
-        _decode=lambda ids, skip: own.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False),
+        _decode=_decoding(own),
         _piece=own.convert_ids_to_tokens,
         _template=template,
         _serialized=partial(_as_json, own),
     )
+
+
+def _decoding(own: Any) -> Callable[[list[int], bool], str]:
+    """How a tokenizer of transformers decodes; where that adds nothing to the package tokenizers, without it: of
+    the few tokens of a piece of a stream its checks would take most of the time.
+    """
+    from transformers import PreTrainedTokenizerFast as Fast
+
+    if isinstance(own, Fast) and type(own).decode is Fast.decode and type(own)._decode is Fast._decode:
+        backend = own.backend_tokenizer
+        return lambda ids, skip: str(backend.decode(ids, skip_special_tokens=skip))
+    return lambda ids, skip: str(own.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False))
 
 
 def _load_sentencepiece(path: Path) -> Tokenizer:

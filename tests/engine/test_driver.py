@@ -8,6 +8,7 @@ import gc
 import itertools
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ import torch
 from radixrt import DeviceLostError, FinishReason, ParameterError, RadixrtError, RunLimits, Runtime
 from radixrt import SamplingParams as Params
 from radixrt.bench.streams import SlowRunner, letters
+from radixrt.engine import driver as driver_module
 from radixrt.engine.driver import WOKEN_AT_ONCE, wake_soon, with_pauses
 from radixrt.engine.parts import Parts
 from radixrt.frontend.request_builder import RequestBuilder
@@ -857,7 +859,7 @@ def test_one_request_s_text_costs_no_other_stream_its_own() -> None:
     with streaming() as runtime:
         params = Params(max_new_tokens=5, ignore_eos=True)
         good = runtime.stream([5], params)
-        bad = runtime.stream([6], replace(params, max_new_tokens=50))
+        bad = runtime.stream([6], replace(params, max_new_tokens=50, stop=("never",)))
         next(good), next(bad)
         stop = next(r for r in runtime.parts.scheduler.running if r.request.max_new_tokens == 50).text
         stop.delta = lambda: (_ for _ in ()).throw(ValueError("half a character"))  # type: ignore
@@ -865,6 +867,57 @@ def test_one_request_s_text_costs_no_other_stream_its_own() -> None:
         with pytest.raises(ValueError, match="half a character"):
             list(bad)
         assert nothing_is_left(runtime)
+
+
+@pytest.mark.parametrize("stop", [(), ("never",)], ids=["text made of the news", "text made for stops"])
+def test_who_takes_news_late_gets_fewer_chunks_and_all_of_them(stop: tuple[str, ...]) -> None:
+    params = Params(max_new_tokens=20, ignore_eos=True, n=3, logprobs=0, stop=stop)
+    with streaming(0.0) as runtime:
+        stream = runtime.stream([5], params)
+        chunks = [next(stream) for _ in range(3)]
+        for _ in range(12):
+            runtime.step()
+        late = [next(stream) for _ in range(3)]
+        chunks += [*late, *stream]
+        expected = chunks[-1].output
+        assert expected is not None
+        assert nothing_is_left(runtime)
+    assert [chunk.index for chunk in late] == [0, 1, 2]
+    assert min(len(chunk.token_ids) for chunk in late) > 8, "of all passes together"
+    assert [chunk.output is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    for answer in expected.outputs:
+        own = [chunk for chunk in chunks if chunk.index == answer.index]
+        assert "".join(chunk.text for chunk in own) == answer.text == "x" * 20
+        assert [token for chunk in own for token in chunk.token_ids] == [*answer.token_ids]
+        assert [len(chunk.logprobs or ()) for chunk in own] == [0] * len(own)  # this device computes none
+        assert [chunk.finish_reason for chunk in own] == [None] * (len(own) - 1) + [FinishReason.LENGTH]
+
+
+def test_tasks_are_woken_once_a_pass_when_the_next_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So they work while this thread waits for the device, and not while it plans."""
+    woken: list[tuple[int, int]] = []  # tasks, and passes in flight
+
+    with streaming() as runtime:
+        engine = runtime.parts.engine
+
+        def noted(futures: list[asyncio.Future[Any]], result: Any) -> None:
+            if futures:
+                woken.append((len(futures), len(engine._in_flight)))
+            wake_soon(futures, result)
+
+        async def read(place: int) -> int:
+            params = Params(max_new_tokens=20, ignore_eos=True)
+            return sum([len(chunk.token_ids) async for chunk in runtime.async_stream([place], params)])
+
+        async def everything() -> list[int]:
+            return await asyncio.gather(*map(read, range(8)))
+
+        monkeypatch.setattr(driver_module, "wake_soon", noted)
+        assert asyncio.run(everything()) == [20] * 8
+        passes = runtime.activity().passes
+    assert len(woken) <= passes
+    assert max(count for count, _ in woken) == 8
+    assert sum(in_flight == 2 for _, in_flight in woken) >= 15
 
 
 def test_many_tasks_are_woken_in_turns() -> None:
@@ -897,6 +950,21 @@ def test_a_pause_after_every_few(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(number)
     assert seen == list(range(2 * WOKEN_AT_ONCE + 3))
     assert pauses == [WOKEN_AT_ONCE, 2 * WOKEN_AT_ONCE]
+
+
+def test_no_pauses_where_threads_are_switched_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    walked: list[object] = []
+    monkeypatch.setattr(driver_module, "with_pauses", lambda items: walked.append(items) or iter(items))
+    before = sys.getswitchinterval()
+    try:
+        for interval, is_walked in ((5e-3, True), (5e-4, False)):
+            sys.setswitchinterval(interval)
+            walked.clear()
+            with streaming(0.0) as runtime:
+                asyncio.run(runtime.async_generate([5], Params(max_new_tokens=3)))
+            assert bool(walked) == is_walked
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_a_long_queue_is_walked_with_pauses_while_tasks_wait(monkeypatch: pytest.MonkeyPatch) -> None:

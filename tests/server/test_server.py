@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -11,8 +12,11 @@ import openai
 import pydantic
 import pytest
 
+from radixrt.frontend.openai import CHAT, COMPLETIONS, chunk_body
 from radixrt.runtime import Runtime
 from radixrt.server.app import Server
+from radixrt.server.responses import TextEvents, event_bytes
+from radixrt.server.run import switching_soon
 from tests.support.serving import ANSWERS, GREEDY, LONG, QUESTIONS, Serving, client_of, until
 
 
@@ -130,8 +134,9 @@ def test_streams_that_count_as_they_go(is_chat: bool, serving: Serving) -> None:
         own = [chunk.usage for chunk in chunks if chunk.choices[0].index == index]
         assert {usage.prompt_tokens for usage in own} == {last.usage.prompt_tokens}
         counts = [usage.completion_tokens for usage in own]
-        assert (counts[0], counts[-1], counts) == (0 if is_chat else 1, 8, sorted(counts))
-        assert len(set(counts)) > 4
+        assert (counts[-1], counts) == (8, sorted(counts))
+        assert counts[0] == 0 if is_chat else counts[0] > 0
+        assert len(set(counts)) > 2, "more than a beginning and an end, though a late reader gets several at once"
         assert all(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens for usage in own)
 
 
@@ -218,3 +223,19 @@ def test_tokens_and_back(serving: Serving, runtime: Runtime) -> None:
     back = httpx.post(f"{url}/detokenize", json={"tokens": got["tokens"][1:]}).json()
     assert back["prompt"] == text
     assert httpx.post(f"{url}/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+
+
+@pytest.mark.parametrize("url", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("text", ["a", '"\\', "\n\u2028", "\ud83d", "é😀", "\0"])
+def test_events_that_differ_in_a_text_are_those_of_all_values(url: str, text: str) -> None:
+    def value_of(text: str) -> dict[str, object]:
+        return chunk_body(url, 2, text, id_digest="0", model="\0 text", created=7)
+
+    assert TextEvents(value_of).of(text) == event_bytes(value_of(text))
+
+
+def test_threads_are_switched_soon_in_a_process_that_serves() -> None:
+    before = sys.getswitchinterval()
+    with switching_soon():
+        assert sys.getswitchinterval() == pytest.approx(5e-4)
+    assert sys.getswitchinterval() == before

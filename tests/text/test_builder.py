@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from radixrt.sampling_params import SamplingParams
-from radixrt.text.builder import TextBuilder, find_stop, unfinished_stop
+from radixrt.text.builder import Detokenizer, TextBuilder, find_stop, unfinished_stop
 from radixrt.text.tokenizer import Tokenizer
 from tests.support.small_tokenizers import small_tokenizer
 
@@ -261,3 +261,14 @@ def test_deltas_asked_for_now_and_then(kind: str, data: st.DataObject) -> None:
     assert shown + builder.delta() == text
     if stop == ():
         assert text == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", ["byte level", "byte fallback", "bare", "metaspace"])
+@given(data=st.data())
+def test_tokens_that_come_together(kind: str, data: st.DataObject) -> None:
+    """However they are grouped, their texts join to that of all, and none is taken back."""
+    tokenizer = small_tokenizer(kind)
+    groups = data.draw(st.lists(st.lists(st.integers(0, tokenizer.vocab_size), max_size=6), max_size=8))
+    made = Detokenizer(tokenizer)
+    texts = [made.push(*group) for group in groups]
+    assert "".join([*texts, made.finish()]) == tokenizer.decode([token for group in groups for token in group])
