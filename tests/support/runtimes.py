@@ -155,10 +155,10 @@ class _SubmittingEngine(CheckedEngine):
     def is_lost(self) -> bool:
         return self.world.engine.is_lost
 
-    def step(self, aborts: Sequence[Answer] = ()) -> list[Answer]:
+    def step(self, aborts: Sequence[Answer] = (), launched: Callable[[], None] = lambda: None) -> list[Answer]:
         for answer in aborts:
             self.world.abort(answer)
-        return self.world.step()  # without a check of everything: `World.check_drained` comes at the end
+        return self.world.step(launched)  # without a check of everything: `World.check_drained` comes at the end
 
     def submit_all(self, requests: Sequence[Request], *, in_order: bool = False) -> list[Answer]:
         return self.world.submit_all(requests, in_order=in_order)

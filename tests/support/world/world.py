@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -68,10 +68,10 @@ class CheckedEngine:
     def has_work(self) -> bool:
         return self.world.engine.has_work
 
-    def step(self, aborts: Sequence[Answer] = ()) -> list[Answer]:
+    def step(self, aborts: Sequence[Answer] = (), launched: Callable[[], None] = lambda: None) -> list[Answer]:
         for answer in aborts:
             self.world.abort(answer)
-        ended = self.world.step()
+        ended = self.world.step(launched)
         self.world.check()
         return ended
 
@@ -484,8 +484,8 @@ class World:
             found += max(0, self.cache.tree.match(namespace, paths[i]).on_device.length - above)
         require("kept: a prefix is found", found == snapshot.num_tokens - left_out, (found, left_out))
 
-    def step(self) -> list[Answer]:
-        launched, flying = self.cache.passes_launched, len(self.in_flight)
+    def step(self, launched: Callable[[], None] = lambda: None) -> list[Answer]:
+        num_launched, flying = self.cache.passes_launched, len(self.in_flight)
         had_work = self.engine.has_work
         self._skips.clear()
         waiting = list(self.scheduler.waiting)
@@ -493,7 +493,7 @@ class World:
         for answer in sorted(waiting, key=lambda one: one.arrival):
             oldest.setdefault(answer.request.priority, answer)
         aborted, self._aborted = self._aborted, []
-        ended = self.engine.step(aborted)
+        ended = self.engine.step(aborted, launched)
         require("8: an abort ends all answers", all(a.finished for r in aborted for a in r.family))
         known = {id(r) for r in self.answers}
         forked = [c for r in list(self.answers) for c in r.children if id(c) not in known]
@@ -512,7 +512,7 @@ class World:
                 self.events["less urgent admitted before"] += sum(
                     r.lease is not None and r.request.priority > priority for r in waiting
                 )
-        progress = self.cache.passes_launched > launched or bool(ended) or len(self.in_flight) < flying
+        progress = self.cache.passes_launched > num_launched or bool(ended) or len(self.in_flight) < flying
         require("10: every step computes a token or ends an answer", progress or not had_work)
         for answer in ended:
             self.events[f"ended by {answer.log.finish_reason}"] += 1
