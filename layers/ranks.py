@@ -38,11 +38,11 @@ class Ranks:
         if self.is_alone:
             return part if out is None else out.copy_(part)
         num_rows, width = part.shape
-        parts = torch.empty((self.size, num_rows, width), dtype=part.dtype, device=part.device)
+        parts = torch.empty((self.size * num_rows, width), dtype=part.dtype, device=part.device)
         self.group._allgather_base(parts, part.contiguous()).wait()
         if out is None:
             out = part.new_empty(num_rows, self.size * width)
-        out.view(num_rows, self.size, width).copy_(parts.transpose(0, 1))
+        out.view(num_rows, self.size, width).copy_(parts.view(self.size, num_rows, width).transpose(0, 1))
         return out
 
 
