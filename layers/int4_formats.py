@@ -11,6 +11,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+IN_A_WORD = 8  # numbers
+
 # Of the eight columns that AWQ packs into a word, the one in its bits 0 to 3, 4 to 7, ...
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 

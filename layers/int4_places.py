@@ -8,14 +8,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from layers.int4_formats import Words, awq_values, gptq_values, gptq_zeros, packed_values
+from layers.int4_formats import IN_A_WORD, Words, awq_values, gptq_values, gptq_zeros, packed_values
 from layers.place import Filled, Place
 from triton_ops.implementation import cdiv
 from triton_ops.linear.int4_linear import GROUP, pack_int4
 
 PIECE_ROWS = 1024  # of a weight that is unpacked at once: bounds the memory
 MIDDLE = 8  # stands for 0 where no zeros are stored
-_IN_A_WORD = 8
 
 
 def held_int4_places(
@@ -114,14 +113,14 @@ def _spread(groups: Tensor, depth: int) -> Tensor:
 
 def _words_place(words: Words, num_rows: int, depth: int, fill: Callable[[Tensor], object]) -> Place:
     shape = {
-        Words.AWQ: (depth, cdiv(num_rows, _IN_A_WORD)),
-        Words.COMPRESSED: (num_rows, cdiv(depth, _IN_A_WORD)),
-    }.get(words, (cdiv(depth, _IN_A_WORD), num_rows))
+        Words.AWQ: (depth, cdiv(num_rows, IN_A_WORD)),
+        Words.COMPRESSED: (num_rows, cdiv(depth, IN_A_WORD)),
+    }.get(words, (cdiv(depth, IN_A_WORD), num_rows))
     return Filled(torch.Size(shape), torch.int32, fill)
 
 
 def _zeros_place(num_rows: int, depth: int, fill: Callable[[Tensor], object]) -> Place:
-    return Filled(torch.Size([cdiv(depth, GROUP), cdiv(num_rows, _IN_A_WORD)]), torch.int32, fill)
+    return Filled(torch.Size([cdiv(depth, GROUP), cdiv(num_rows, IN_A_WORD)]), torch.int32, fill)
 
 
 def _zeros(stored: Tensor, words: Words, num_rows: int) -> Tensor:
@@ -137,7 +136,7 @@ def _pieces(
     for start in range(0, num_rows, PIECE_ROWS):
         rows = slice(start, min(start + PIECE_ROWS, num_rows))
         if words is Words.AWQ:
-            columns = slice(start // _IN_A_WORD, cdiv(rows.stop, _IN_A_WORD))
+            columns = slice(start // IN_A_WORD, cdiv(rows.stop, IN_A_WORD))
             values = awq_values(stored[:, columns].to(device))
         elif words is Words.COMPRESSED:
             values = packed_values(stored[rows].to(device))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from layers.place import Place
+from layers.place import Packed, Place
 from layers.placement import Layer, Placement
 from layers.products import Product
 from layers.weight import Weight
@@ -33,6 +33,11 @@ class Linear(Layer):
         self.product = Product(placement.impl) if placement.deterministic else None
 
     @property
+    def added_bias(self) -> nn.Parameter | None:
+        """The bias that this rank adds."""
+        return self.bias
+
+    @property
     def input_groups(self) -> bool | None:
         """Of the weight: who makes x may quantise it so."""
         return self.weight.input_groups
@@ -44,7 +49,7 @@ class Linear(Layer):
         `[P, num_tokens, out_features]`, where `split_k_linear` is faster: on a GPU, for small batches, unless the
         layer is deterministic.
         """
-        return self.weight.product(x, self.bias, ordered=self.product, split_k_ok=split_k_ok)
+        return self.weight.product(x, self.added_bias, ordered=self.product, split_k_ok=split_k_ok)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
         yield from self._part(name, 0, self.weight.shape[0])
@@ -54,6 +59,25 @@ class Linear(Layer):
         yield from self.weight.places(name, start, stop)
         if self.bias is not None:
             yield f"{name}.bias", self.bias[start:stop]
+
+
+class SummedLinear(Linear):
+    """`x W^T + b` where each rank has some of x's features, and W's columns for them; `in_features` are its own.
+
+    All ranks hold the bias, the first one adds it.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, placement: Placement) -> None:
+        super().__init__(in_features, out_features, bias=bias, placement=placement)
+        self.ranks = placement.ranks
+
+    @property
+    def added_bias(self) -> nn.Parameter | None:
+        return self.bias if self.ranks.rank == 0 else None
+
+    def forward(self, x: Tensor | QuantisedRows, *, split_k_ok: bool = False) -> Tensor:
+        """As `Linear.forward`; of several ranks the sum, which is never in parts."""
+        return self.ranks.summed(super().forward(x, split_k_ok=split_k_ok and self.ranks.is_alone))
 
 
 class StackedLinear(Linear):
@@ -77,8 +101,10 @@ class StackedLinear(Linear):
         starts = [0, *ends[:-1]]
         super().__init__(in_features, ends[-1], bias=bias, starts=starts, placement=placement)
         self.stored_parts = tuple(zip(sizes, starts, ends, strict=True))
+        self.packed_sizes = None if packed_as is None else tuple(parts.values())
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
         """As `Layer.checkpoint_tensors`, with a view for each part; `name` is the prefix of their names."""
         for part, start, stop in self.stored_parts:
-            yield from self._part(f"{name}.{part}", start, stop)
+            for stored, place in self._part(f"{name}.{part}", start, stop):
+                yield stored, place if self.packed_sizes is None else Packed(place, self.packed_sizes)

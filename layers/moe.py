@@ -94,7 +94,8 @@ class SparseMoE(Layer):
     `renormalize` makes a token's weights sum to 1. `bias`: the router and all projections have biases.
     `activation` is of an expert's gate | up; `mxfp4`: the experts' matrices stay in four bits. Where weights are
     held in e4m3, so are theirs, unless blocks of gate and up would not lie on those of their stack, or, by
-    `hold_plain`, a checkpoint leaves some of them as they are. `names` are the names of an expert's gate, up and
+    `hold_plain`, a checkpoint leaves some of them as they are. Each rank has all experts, of whose inner features
+    `intermediate_size` are its own, as in `SummedLinear`. `names` are the names of an expert's gate, up and
     down projections in a checkpoint. A `router` of its own is for families that override `route`.
     """
 
@@ -116,6 +117,7 @@ class SparseMoE(Layer):
         super().__init__()
         self.top_k, self.renormalize, self.activation = top_k, renormalize, activation
         self.names, self.impl, self.deterministic = names, placement.impl, placement.deterministic
+        self.ranks = placement.ranks
         self.quantization, self._placement = placement.quantization, placement
         self.shape = num_experts, hidden_size, intermediate_size
         self.router = router or Linear(hidden_size, num_experts, bias=bias, placement=placement.unquantised())
@@ -140,7 +142,13 @@ class SparseMoE(Layer):
         return None
 
     def forward(self, x: Tensor, *, split_k_ok: bool = False) -> Tensor:
-        """`x [num_tokens, hidden_size]` to the same shape, or to parts if they are allowed: see `moe`."""
+        """`x [num_tokens, hidden_size]` to the same shape, or to parts if they are allowed: see `moe`. Of several
+        ranks it is the sum.
+        """
+        return self.ranks.summed(self.of_rank(x, parts_ok=split_k_ok and self.ranks.is_alone))
+
+    def of_rank(self, x: Tensor, *, parts_ok: bool = False) -> Tensor:
+        """`forward`, before ranks are summed."""
         weights, experts = self.route(x)
         return moe(
             x,
@@ -149,10 +157,10 @@ class SparseMoE(Layer):
             _matrices(self.gate_up),
             _matrices(self.down),
             gate_up_bias=self.gate_up_bias,
-            down_bias=self.down_bias,
+            down_bias=self.down_bias if self.ranks.rank == 0 else None,
             activation=self.activation,
             deterministic=self.deterministic,
-            parts_ok=split_k_ok and not self.deterministic,
+            parts_ok=parts_ok and not self.deterministic,
             impl=self.impl,
         )
 

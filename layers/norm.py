@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from layers.placement import Layer, Placement
+from layers.products import Product
 from triton_ops.activations.quantised_rows import QuantisedRows
-from triton_ops.norms.rms_norm import add_rms_norm, quantised_rms_norm, rms_norm, rms_norm_add
+from triton_ops.norms.rms_norm import add_rms_norm, normed_by, quantised_rms_norm, rms_norm, rms_norm_add
 
 
 class RMSNorm(Layer):
@@ -44,3 +45,27 @@ class RMSNorm(Layer):
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:
         """`x` normed, plus `residual`."""
         return rms_norm_add(x, residual, self.weight, self.eps, offset=self.offset, impl=self.impl)
+
+
+class JointRMSNorm(RMSNorm):
+    """RMSNorm of what ranks hold together, such as all heads of a token; `size` is of this rank's part.
+
+    What several ranks hold is in the sum of squares as often as in the number that it is divided by.
+    """
+
+    def __init__(self, size: int, eps: float, *, offset: float | None = None, placement: Placement) -> None:
+        super().__init__(size, eps, offset=offset, placement=placement)
+        self.ranks = placement.ranks
+        self.product = Product(placement.impl) if placement.deterministic else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x [..., size]`, normed by the mean of all ranks' squares."""
+        if self.ranks.is_alone:
+            return super().forward(x)
+        squares = x.float().square()
+        if self.product is None:
+            total = squares.sum(-1, keepdim=True)
+        else:  # in one order at every number of rows
+            total = self.product(squares, squares.new_ones(1, x.shape[-1]))
+        mean = self.ranks.summed(total) / (x.shape[-1] * self.ranks.size)
+        return normed_by(mean, x, self.weight, self.eps, offset=self.offset)

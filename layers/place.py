@@ -48,6 +48,30 @@ class Filled:
 
 
 @dataclass(frozen=True)
+class Packed:
+    """The place of parts that a checkpoint stores as one tensor, that `whole` takes; `sizes` have their outputs."""
+
+    whole: Place
+    sizes: tuple[int, ...]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.whole.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.whole.dtype
+
+    def copy_(self, source: Tensor, /) -> None:
+        self.whole.copy_(source)
+
+
+def unpacked(place: Place) -> Place:
+    """What takes the stored tensor."""
+    return place.whole if isinstance(place, Packed) else place
+
+
+@dataclass(frozen=True)
 class LeftPlain(Filled):
     """The place of a part that its checkpoint leaves as it is, while its `holder` holds fewer bits."""
 

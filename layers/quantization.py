@@ -13,13 +13,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from layers.int4_formats import Words
+from layers.int4_formats import IN_A_WORD, Words
 from layers.int4_places import plain_int4_places
 from layers.place import Filled, Place
 from triton_ops.activations.quantised_rows import BLOCK
 from triton_ops.e4m3 import E4M3
 from triton_ops.implementation import cdiv
 from triton_ops.linear.e4m3_linear import dequantised_weight, quantised_weight
+from triton_ops.linear.int4_linear import GROUP
 
 PIECE_ROWS = 32 * BLOCK  # of a weight that is quantised as it is loaded: bounds the memory
 
@@ -57,6 +58,13 @@ class Quantization:
     def numbers(self) -> str:
         """What weights are in, for messages."""
         return "e4m3" if self.words is None else "4 bits"
+
+    @property
+    def units(self) -> tuple[int, int]:
+        """Outputs, and inputs, that have a scale or a word together in a checkpoint."""
+        if self.words is not None:
+            return 1 if self.words is Words.COMPRESSED else IN_A_WORD, GROUP
+        return (BLOCK, BLOCK) if self.scales is Scales.BLOCK else (1, 1)
 
     def ignores(self, layer: str) -> bool:
         """Whether the checkpoint leaves the layer of that name as it is."""

@@ -27,8 +27,12 @@ class Ranks:
     def is_alone(self) -> bool:
         return self.size == 1
 
+    def dividing(self, num_rows: int) -> Ranks:
+        """Those that hold so many rows in equal parts: these, or where the parts would not be equal, one alone."""
+        return self if num_rows % self.size == 0 else ALONE
+
     def summed(self, part: Tensor) -> Tensor:
-        """The sum of all ranks' parts, the same bits on each of them; in the place of `part`, which is contiguous."""
+        """The sum of all ranks' parts, the same bits on each of them; in place of `part`, which is contiguous."""
         if not self.is_alone:
             self.group.allreduce([part]).wait()
         return part

@@ -58,7 +58,7 @@ def compare_all(decoder: Decoder, limits: PassLimits, max_scored_at_once: int) -
             if not isinstance(layer, Linear | LogitsHead):
                 continue
             is_linear = isinstance(layer, Linear)
-            (columns, depth), has_bias = layer.weight.shape, is_linear and layer.bias is not None
+            (columns, depth), has_bias = layer.weight.shape, is_linear and layer.added_bias is not None
             key = columns, depth, has_bias, is_linear
             if key not in tables:
                 tables[key] = compare_products(

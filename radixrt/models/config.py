@@ -5,11 +5,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from transformers import AutoConfig
@@ -69,8 +71,11 @@ class ModelConfig:
     longest sequence that positions exist for, `max_context_length` the longest that the rope's scaling allows.
     `eos_token_ids`, sorted, end an answer. `quantization` is the checkpoint's own.
 
-    A family with fields of its own derives a class that adds them and overrides `read_family`.
+    A family with fields of its own derives a class that adds them and overrides `read_family`. `inner_sizes` are
+    those that are divided among ranks besides heads, with their names in config.json.
     """
+
+    inner_sizes: ClassVar[Mapping[str, str]] = MappingProxyType({"intermediate_size": "intermediate_size"})
 
     architecture: str
     num_layers: int
@@ -159,6 +164,44 @@ class ModelConfig:
         """Return the config for sequences up to `context_length`, 2 to `max_context_length`, or ParameterError."""
         length = check_int("context_length", context_length, 2, self.max_context_length)
         return replace(self, context_length=length)
+
+    def for_ranks(self, size: int) -> Self:
+        """The shape of one rank's part of the model, of `size` that hold it together: its heads, and its share of
+        the inner sizes. Where there are fewer KV heads than ranks, several hold the same one. Of a mixture each
+        rank has all experts, and its share of each.
+
+        Raises ModelError for what does not divide, or not between a checkpoint's quantised blocks.
+        """
+        divided = {"num_heads": "num_attention_heads", **self.inner_sizes}
+        parts = {own: getattr(self, own) // size for own in divided}
+        for own, name in divided.items():
+            if parts[own] * size != getattr(self, own):
+                raise _indivisible(name, getattr(self, own), "not a multiple", size)
+        if self.num_kv_heads % size and size % self.num_kv_heads:
+            raise _indivisible("num_key_value_heads", self.num_kv_heads, "neither a multiple nor a divisor", size)
+        part = replace(self, num_kv_heads=max(1, self.num_kv_heads // size), **parts)
+        part._check_units(self)
+        return part
+
+    def _check_units(self, whole: ModelConfig) -> None:
+        """Raise ModelError where this part of the `whole` model would begin within a unit of its weights."""
+        if self.quantization is None:
+            return
+        outputs, inputs = self.quantization.units
+        heads = {"num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}
+        for each, name in {**heads, **self.inner_sizes}.items():
+            length = self.head_dim if each in heads else 1
+            own, every = (length * getattr(config, each) for config in (self, whole))
+            unit = outputs if each == "num_kv_heads" else math.lcm(outputs, inputs)
+            if own != every and own % unit:
+                raise ModelError(
+                    f"{name} gives a rank {own} of {every} features, but weights in {self.quantization.numbers} "
+                    f"are stored in units of {unit}, which cannot be cut; tensor_parallel_size must be smaller"
+                )
+
+
+def _indivisible(name: str, value: int, what: str, size: int) -> ModelError:
+    return ModelError(f"{name} {value} is {what} of tensor_parallel_size {size}")
 
 
 def read_architecture(folder: Path) -> str:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from layers.input_metadata import InputMetadata
-from layers.linear import Linear, StackedLinear
+from layers.linear import StackedLinear, SummedLinear
 from layers.moe import SparseMoE
-from layers.norm import RMSNorm
+from layers.norm import JointRMSNorm, RMSNorm
 from layers.place import Place
 from layers.placement import Placement
 from layers.radix_attention import KVCache, RadixAttention
@@ -49,11 +49,11 @@ class Attention(nn.Module):
     """Projections, norms of q and k, rotation and attention of one layer.
 
     Args:
-        config: the model's; `config.attention[layer_id]` has this layer's window.
+        config: the decoder's; `config.attention[layer_id]` has this layer's window.
         layer_id: counts from 0.
         cos_sin_cache: None where the layer has no positions.
         q_factors: on rotated queries, by position: see `apply_rotary`. None: there are none.
-        q_norm, k_norm: over a head, or over all heads where their size says so.
+        q_norm, k_norm: over a head, or over all heads: a `JointRMSNorm`.
         norm_after_rotation: of norms over a head; others come before it.
         qkv_bias, output_bias: whether the projections have biases; None: `config.attention_bias`.
         packed_as: the name of the q, k and v projections where a checkpoint stores them as one.
@@ -92,11 +92,11 @@ class Attention(nn.Module):
             placement=placement,
         )
         output_bias = config.attention_bias if output_bias is None else output_bias
-        self.output = Linear(sizes[0], hidden, bias=output_bias, placement=placement)
+        self.output = SummedLinear(sizes[0], hidden, bias=output_bias, placement=placement)
         self.q_norm = q_norm
         self.k_norm = k_norm
         # Norms of each head are fused with what follows; those over all heads are launches of their own.
-        self.norms_each_head = q_norm is not None and q_norm.weight.shape[0] == self.head_dim
+        self.norms_each_head = q_norm is not None and not isinstance(q_norm, JointRMSNorm)
         norm = None
         if q_norm is not None and k_norm is not None and self.norms_each_head:
             norm = HeadNorm(q_norm.weight, k_norm.weight, q_norm.eps, q_norm.offset, norm_after_rotation)
@@ -160,7 +160,7 @@ class FeedForward(nn.Module):
         self.is_silu, self.impl = config.activation == "silu", placement.impl
         # Whether one kernel may compute the product and its activation.
         self.fuses = config.activation == "silu" and not bias and not placement.deterministic
-        self.down = Linear(inner, hidden, bias=bias, placement=placement)
+        self.down = SummedLinear(inner, hidden, bias=bias, placement=placement)
 
     @property
     def input_groups(self) -> bool | None:
@@ -252,7 +252,8 @@ class Decoder(nn.Module):
     """The whole model. Its weights are uninitialised: the loader fills the tensors of `checkpoint_tensors`.
 
     A family overrides `build_...` methods, each called once, or once a layer. `config_class` reads the family's
-    config, `block_class` runs a layer.
+    config, `block_class` runs a layer. Where ranks hold the model together, `config` and weights are of this
+    rank's part (see `ModelConfig.for_ranks`); hidden states and logits are whole on each rank.
     """
 
     config_class: ClassVar[type[ModelConfig]] = ModelConfig
@@ -294,13 +295,15 @@ class Decoder(nn.Module):
         )
 
     def build_head(self) -> LogitsHead:
-        return LogitsHead(self.head_weight(), placement=self.placement)
+        return LogitsHead(self.head_weight(), self.config.vocab_size, placement=self.placement)
 
     def head_weight(self) -> nn.Parameter:
-        """The embedding's weight, or a new one."""
+        """The embedding's weight, or a new one, of this rank's rows as there."""
         if self.config.tie_word_embeddings:
             return self.embedding.weight
-        return self.placement.parameter(self.config.vocab_size, self.config.hidden_size)
+        vocab_size = self.config.vocab_size
+        ranks = self.placement.ranks.dividing(vocab_size)
+        return self.placement.parameter(vocab_size // ranks.size, self.config.hidden_size)
 
     def rotary(self, layer_id: int) -> Tensor | None:
         """Return the `cos_sin_cache` of a layer, shared by all layers of that rope; None if it has no rope."""

@@ -53,7 +53,10 @@ class Gemma2(SandwichDecoder):
         )
 
     def build_head(self) -> LogitsHead:
-        return LogitsHead(self.head_weight(), softcap=self.config.logits_softcap, placement=self.placement)
+        config = self.config
+        return LogitsHead(
+            self.head_weight(), config.vocab_size, softcap=config.logits_softcap, placement=self.placement
+        )
 
 
 class Gemma3(Gemma2):

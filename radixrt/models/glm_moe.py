@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from layers.moe import EXPERT_NAMES, SparseMoE
 from layers.place import Place
+from layers.ranks import ALONE
 from layers.sigmoid_router import SigmoidRouter
 from radixrt.errors import ModelError
 from radixrt.models.decoder import Attention, Decoder, FeedForward
@@ -28,6 +30,9 @@ class Glm4MoeConfig(MixtureConfig):
     """
 
     experts_field: ClassVar[str] = "n_routed_experts"
+    inner_sizes: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {**MixtureConfig.inner_sizes, "shared_size": "moe_intermediate_size"}
+    )
 
     renormalize: bool
     weight_factor: float
@@ -70,7 +75,7 @@ class Glm4MoeConfig(MixtureConfig):
 
 
 class SharedMoE(SparseMoE):
-    """A mixture beside which every token goes through a `shared` expert."""
+    """A mixture beside which every token goes through a `shared` expert, whose ranks are not summed by itself."""
 
     def __init__(self, *sizes: int, shared: FeedForward, **options: Any) -> None:
         super().__init__(*sizes, **options)
@@ -80,10 +85,10 @@ class SharedMoE(SparseMoE):
         weights, experts = self.router(x)
         return weights, experts
 
-    def forward(self, x: Tensor, *, split_k_ok: bool = False) -> Tensor:
-        """As `SparseMoE.forward`."""
+    def of_rank(self, x: Tensor, *, parts_ok: bool = False) -> Tensor:
+        """As `SparseMoE.of_rank`, never in parts."""
         shared: Tensor = self.shared(x)
-        return super().forward(x).add_(shared)
+        return super().of_rank(x).add_(shared)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
         yield from super().checkpoint_tensors(name)
@@ -129,7 +134,9 @@ class Glm4Moe(Decoder):
             config.top_k,
             renormalize=config.renormalize,
             router=router,
-            shared=FeedForward(replace(config, intermediate_size=config.shared_size), placement=placement),
+            shared=FeedForward(
+                replace(config, intermediate_size=config.shared_size), placement=replace(placement, ranks=ALONE)
+            ),
             placement=placement,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -17,6 +17,9 @@ from radixrt.models.decoder import Attention, Decoder
 from radixrt.models.mixtral import MixtureConfig
 from triton_ops.activations.clamped_swiglu import LIMIT, clamped_swiglu
 from triton_ops.moe.mxfp4 import BYTES, GROUP
+
+if TYPE_CHECKING:
+    from typing import Self
 
 _STACKED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(|_bias|_blocks|_scales)")
 _DIMENSIONS = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}  # of what is stored for all experts
@@ -35,6 +38,15 @@ class GptOssConfig(MixtureConfig):
     @property
     def bytes_of_expert_weights(self) -> float | None:
         return (BYTES + 1) / GROUP if self.mxfp4 else None
+
+    def for_ranks(self, size: int) -> Self:
+        part = super().for_ranks(size)
+        if self.mxfp4 and part.expert_size % GROUP:
+            raise ModelError(
+                f"intermediate_size gives a rank {part.expert_size} of {self.expert_size} features, but MXFP4 is "
+                f"stored in units of {GROUP}, which cannot be cut; tensor_parallel_size must be smaller"
+            )
+        return part
 
     @classmethod
     def read_quantization(cls, given: object) -> Quantization | None:

@@ -62,8 +62,8 @@ class GraniteBlock(Block):
 class GraniteHead(LogitsHead):
     """Divides the logits."""
 
-    def __init__(self, weight: Any, divisor: float, placement: Placement) -> None:
-        super().__init__(weight, placement=placement)
+    def __init__(self, weight: Any, vocab_size: int, divisor: float, placement: Placement) -> None:
+        super().__init__(weight, vocab_size, placement=placement)
         self.divisor = divisor
 
     def forward(
@@ -101,7 +101,8 @@ class Granite(Decoder):
         )
 
     def build_head(self) -> LogitsHead:
-        return GraniteHead(self.head_weight(), self.config.logits_divisor, self.placement)
+        config = self.config
+        return GraniteHead(self.head_weight(), config.vocab_size, config.logits_divisor, self.placement)
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from layers.norm import RMSNorm
-from layers.place import LeftPlain, Place
+from layers.place import LeftPlain, Place, unpacked
 from layers.placement import Placement
 from layers.quantization import Quantization, Scales
+from layers.ranks import ALONE, Ranks
 from radixrt.errors import ModelError
 from radixrt.files.model_files import unusable_file
 from radixrt.models import gguf_file
@@ -25,6 +26,7 @@ from radixrt.models.config import ModelConfig, read_architecture
 from radixrt.models.decoder import Decoder
 from radixrt.models.families import text_models_of
 from radixrt.models.multimodal import text_name
+from radixrt.models.rank_part import rank_part
 from radixrt.models.registry import find_architecture
 from radixrt.models.weight_files import INDEX_FILE, StoredTensor, WeightFiles, abbreviate, num_layers_of
 from triton_ops.e4m3 import E4M3, FIRST_CAPABILITY
@@ -60,6 +62,7 @@ def load_model(
     impl: Impl = "auto",
     deterministic: bool = False,
     quantization: Literal["fp8"] | None = None,
+    ranks: Ranks = ALONE,
 ) -> tuple[Decoder, ModelConfig]:
     """Load the model in `source`, a folder or a hub id in Hugging Face format, onto `device`.
 
@@ -71,10 +74,14 @@ def load_model(
         impl: which implementation of the operations.
         deterministic: as in `Placement`.
         quantization: "fp8" quantises the weights of linear layers as they are loaded, with a scale for each
-            output; a checkpoint in e4m3 is taken as it is, one in 4 bits is refused.
+            output; a checkpoint in e4m3 is taken as it is, one in 4 bits is refused. Where ranks hold parts of an
+            output, each part has a scale of its own.
+        ranks: those that hold the model together; each of them loads its part.
+
+    Returns the decoder, whose `config` and weights are this rank's part, and the config of the whole model.
 
     Raises:
-        ModelError: the source cannot be used.
+        ModelError: the source cannot be used, or not by so many ranks.
         ParameterError: the model cannot have this context length.
     """
     if load_format not in get_args(LoadFormat):
@@ -84,7 +91,7 @@ def load_model(
     config = decoder.config_class.from_folder(folder)
     if context_length is not None:
         config = config.with_context_length(context_length)
-    device = torch.device(device)
+    part, device = config.for_ranks(ranks.size), torch.device(device)
     files = WeightFiles.of(folder) if load_format == "auto" else None
     stored = [] if files is None else files.stored()
     if (stored_layers := num_layers_of(stored)) is not None and stored_layers < config.num_layers:
@@ -107,24 +114,32 @@ def load_model(
             "deterministic is True, but the weights are to be float16, in which attention on a GPU cannot promise "
             "equal bits; use dtype='bfloat16' or 'float32', or leave deterministic out"
         )
-    skeleton = decoder(replace(config, context_length=2), replace(placement, device=torch.device("meta")))
-    _hold_plain(skeleton)
+    whole = _skeleton(decoder, config, placement)
     if files is not None:
-        _check_stored(skeleton, config, files, stored)
-    _check_fits(skeleton, config, device)
-    model = decoder(config, placement)
+        _check_stored(whole, config, files, stored)
+    placement = replace(placement, ranks=ranks)
+    _check_fits(whole if ranks.is_alone else _skeleton(decoder, part, placement), config, device)
+    model = decoder(part, placement)
     _hold_plain(model)
     if files is None:
-        _fill_randomly(model, config.initializer_range, seed)
+        _fill_randomly(model, whole, config.initializer_range, seed)
     else:
-        _fill_from_files(model, config, files)
+        _fill_from_files(model, whole, config, files)
     return model.eval(), config
+
+
+def _skeleton(decoder: type[Decoder], config: ModelConfig, placement: Placement) -> Decoder:
+    """A model without numbers."""
+    model = decoder(replace(config, context_length=2), replace(placement, device=torch.device("meta")))
+    _hold_plain(model)
+    return model
 
 
 def reload_weights(
     model: Decoder, config: ModelConfig, source: str | Path, *, before_change: Callable[[], object]
 ) -> None:
-    """Replace a model's weights by those of `source`, another checkpoint of the same shape.
+    """Replace a model's weights by those of `source`, another checkpoint of the same shape. `config` is that of
+    the whole model, as `load_model` has returned it.
 
     Names and shapes of all tensors are checked first: after a ModelError nothing has changed. `before_change` is
     called before the first weight is replaced.
@@ -142,9 +157,12 @@ def reload_weights(
     if differing:
         raise ModelError(f"{folder} is not a checkpoint of this model: {'; '.join(differing)}")
     files = WeightFiles.of(folder)
-    _check_stored(model, config, files, files.stored())
+    whole = model
+    if not model.placement.ranks.is_alone:
+        whole = _skeleton(type(model), config, replace(model.placement, ranks=ALONE))
+    _check_stored(whole, config, files, files.stored())
     before_change()
-    _fill_from_files(model, config, files)
+    _fill_from_files(model, whole, config, files)
 
 
 def model_folder(source: str | Path, *, weights: bool = True, revision: str | None = None) -> Path:
@@ -238,7 +256,8 @@ def _quantization(config: ModelConfig, asked: str | None, *, is_dummy: bool) -> 
 
 def _hold_plain(model: Decoder) -> None:
     """Hold in the model's dtype what its checkpoint does not quantise."""
-    left = {id(one.holder): one.holder for _, one in model.checkpoint_tensors() if isinstance(one, LeftPlain)}
+    places = (unpacked(place) for _, place in model.checkpoint_tensors())
+    left = {id(place.holder): place.holder for place in places if isinstance(place, LeftPlain)}
     for holder in left.values():
         holder.hold_plain()
 
@@ -350,16 +369,20 @@ def _is_ignored(name: str, config: ModelConfig) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
 
 
-def _fill_from_files(model: Decoder, config: ModelConfig, files: WeightFiles) -> None:
-    """Copy every tensor into place; `_check_stored` has found all of them."""
-    places = dict(model.checkpoint_tensors())
+def _fill_from_files(model: Decoder, whole: Decoder, config: ModelConfig, files: WeightFiles) -> None:
+    """Copy every tensor into place, the rank's part of it; `_check_stored` has found all of them in `whole`.
+
+    A file is mapped to memory: what is cut off is not read, but for rows whose columns are cut finer than pages.
+    """
+    places, wholes = dict(model.checkpoint_tensors()), dict(whole.checkpoint_tensors())
     for file in files.files:
         try:
             with safe_open(file, framework="pt", device="cpu") as tensors:
                 for stored in tensors.keys():  # noqa: SIM118 (not a mapping)
-                    for name, tensor in _parts(model, config, stored, tensors.get_tensor(stored)):
+                    for name, tensor in _parts(whole, config, stored, tensors.get_tensor(stored)):
                         if not _is_ignored(name, config):
-                            places[name].copy_(tensor)
+                            place = places[name]
+                            place.copy_(rank_part(name, tensor, wholes[name], place, model.placement.ranks))
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file} cannot be read: {error}") from error
 
@@ -382,9 +405,9 @@ def _check_fits(skeleton: Decoder, config: ModelConfig, device: torch.device) ->
         )
 
 
-def _fill_randomly(model: Decoder, std: float, seed: int) -> None:
+def _fill_randomly(model: Decoder, whole: Decoder, std: float, seed: int) -> None:
     """Make norms neutral, and fill all other weights from one long cycle of normal numbers, mean 0 and `std`;
-    those in MXFP4 with codes that are all alike often, and one scale.
+    those in MXFP4 with codes that are all alike often, and one scale. A rank has its part of all of `whole`.
     """
     for module in model.modules():
         if isinstance(module, RMSNorm):
@@ -395,23 +418,24 @@ def _fill_randomly(model: Decoder, std: float, seed: int) -> None:
     codes = torch.randint(256, noise.shape, dtype=torch.uint8, device="cpu", generator=chance)
     # Device and dtype are those of most weights: rounded once, then copied.
     noise, codes = noise.to(model.norm.weight), codes.to(model.norm.weight.device)
-    offset = 0
-    for name, place in model.checkpoint_tensors():
+    offset, places, ranks = 0, dict(model.checkpoint_tensors()), model.placement.ranks
+    for name, whole_place in whole.checkpoint_tensors():
         if name.endswith("norm.weight"):
             continue
+        place = unpacked(places[name])
         source = codes if place.dtype == torch.uint8 else noise
-        target = place if isinstance(place, Tensor) else source.new_empty(place.shape)
+        in_place = isinstance(place, Tensor) and place.shape == whole_place.shape
+        target = place if in_place else source.new_empty(whole_place.shape)
+        assert isinstance(target, Tensor)
         if name.endswith(".scales"):
             target.fill_(scale_of(std))
-            if target is not place:
-                place.copy_(target)
-            continue
-        flat = target.view(-1)  # a stack's parts are whole rows: contiguous
-        start = 0
-        while start < flat.numel():
-            piece = source[offset : offset + flat.numel() - start]
-            flat[start : start + piece.numel()].copy_(piece)
-            start += piece.numel()
-            offset = (offset + piece.numel()) % DUMMY_PERIOD
+        else:
+            flat = target.view(-1)  # a stack's parts are whole rows: contiguous
+            start = 0
+            while start < flat.numel():
+                piece = source[offset : offset + flat.numel() - start]
+                flat[start : start + piece.numel()].copy_(piece)
+                start += piece.numel()
+                offset = (offset + piece.numel()) % DUMMY_PERIOD
         if target is not place:
-            place.copy_(target)
+            place.copy_(rank_part(name, target, whole_place, places[name], ranks))

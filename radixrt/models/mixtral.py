@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -28,6 +28,9 @@ class MixtureConfig(ModelConfig):
     """
 
     experts_field: ClassVar[str] = "num_experts"
+    inner_sizes: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {**ModelConfig.inner_sizes, "expert_size": "moe_intermediate_size"}
+    )
 
     num_experts: int
     top_k: int

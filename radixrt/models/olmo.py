@@ -7,7 +7,7 @@ from types import MappingProxyType
 from torch import Tensor
 
 from layers.input_metadata import InputMetadata
-from layers.norm import RMSNorm
+from layers.norm import JointRMSNorm, RMSNorm
 from layers.radix_attention import KVCache
 from radixrt.models.decoder import Attention, Block, Decoder
 
@@ -39,13 +39,17 @@ class Olmo2(Decoder):
     def build_norm(self, size: int) -> RMSNorm:
         return RMSNorm(size, self.config.rms_norm_eps, offset=0.0, placement=self.placement)
 
+    def build_heads_norm(self, num_heads: int) -> JointRMSNorm:
+        size = num_heads * self.config.head_dim
+        return JointRMSNorm(size, self.config.rms_norm_eps, offset=0.0, placement=self.placement)
+
     def build_attention(self, layer_id: int) -> Attention:
         config = self.config
         return Attention(
             config,
             layer_id,
             self.rotary(layer_id),
-            q_norm=self.build_norm(config.num_heads * config.head_dim),
-            k_norm=self.build_norm(config.num_kv_heads * config.head_dim),
+            q_norm=self.build_heads_norm(config.num_heads),
+            k_norm=self.build_heads_norm(config.num_kv_heads),
             placement=self.placement,
         )

@@ -165,7 +165,7 @@ def layer_of(kind: str, dtype: torch.dtype, columns: int = 48, depth: int = 96) 
     placement = Placement(dtype, CPU, deterministic=True)
     layer: Linear | LogitsHead
     if kind == "head":
-        layer = LogitsHead(placement.parameter(columns, depth), softcap=5.0, placement=placement)
+        layer = LogitsHead(placement.parameter(columns, depth), columns, softcap=5.0, placement=placement)
     elif kind == "stacked":
         layer = StackedLinear(depth, {"a": columns - 8, "b": 8}, packed_as=None, bias=True, placement=placement)
     else:

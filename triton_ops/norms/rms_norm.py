@@ -34,8 +34,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float | None = No
     """
     if runs_triton(impl, x.device):
         return _tensors(_launch(x, None, weight, eps, offset))[0]
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return normed_by(x.float().square().mean(-1, keepdim=True), x, weight, eps, offset=offset)
+
+
+def normed_by(mean: Tensor, x: Tensor, weight: Tensor, eps: float, *, offset: float | None = None) -> Tensor:
+    """`rms_norm` where the `mean` of squares is known: float32 `[..., 1]`."""
+    normed = x.float() * torch.rsqrt(mean + eps)
     if offset is None:
         return weight * normed.to(x.dtype)
     return (normed * (offset + weight.float())).to(x.dtype)
