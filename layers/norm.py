@@ -62,10 +62,13 @@ class JointRMSNorm(RMSNorm):
         """`x [..., size]`, normed by the mean of all ranks' squares."""
         if self.ranks.is_alone:
             return super().forward(x)
-        squares = x.float().square()
-        if self.product is None:
-            total = squares.sum(-1, keepdim=True)
-        else:  # in one order at every number of rows
-            total = self.product(squares, squares.new_ones(1, x.shape[-1]))
-        mean = self.ranks.summed(total) / (x.shape[-1] * self.ranks.size)
+        total = self.ranks.summed(self._squares(x.float()))
+        mean = total / (x.shape[-1] * self.ranks.size)
         return normed_by(mean, x, self.weight, self.eps, offset=self.offset)
+
+    def _squares(self, x: Tensor) -> Tensor:
+        """Their sum, `[..., 1]`."""
+        squares = x.square()
+        if self.product is None:
+            return squares.sum(-1, keepdim=True)
+        return self.product(squares, squares.new_ones(1, x.shape[-1]))  # in one order at every number of rows

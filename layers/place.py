@@ -49,7 +49,7 @@ class Filled:
 
 @dataclass(frozen=True)
 class Packed:
-    """The place of parts that a checkpoint stores as one tensor, that `whole` takes; `sizes` have their outputs."""
+    """The place of parts stored as one tensor, which `whole` takes; `sizes` are those of their outputs."""
 
     whole: Place
     sizes: tuple[int, ...]

@@ -1,7 +1,5 @@
 """The ranks that compute a model together, each with its part of the weights, as a layer sees them."""
 
-# Tests: tests/layers/test_ranks.py
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -17,11 +15,14 @@ class Ranks:
 
     Attributes:
         group: torch's process group, NCCL's on GPUs, Gloo's on CPUs; None: of one rank.
+        ordered: sums are taken in the order of ranks, in float32. Otherwise the order, and so the bits of a sum of
+            more than two, may depend on where in a tensor an element is, and on the tensor's size.
     """
 
     rank: int = 0
     size: int = 1
     group: Any = None
+    ordered: bool = False
 
     @property
     def is_alone(self) -> bool:
@@ -32,22 +33,32 @@ class Ranks:
         return self if num_rows % self.size == 0 else ALONE
 
     def summed(self, part: Tensor) -> Tensor:
-        """The sum of all ranks' parts, the same bits on each of them; in place of `part`, which is contiguous."""
-        if not self.is_alone:
+        """The sum of all ranks' parts, of the same bits on each, in the place of `part`, which is contiguous."""
+        if self.is_alone:
+            return part
+        if not self.ordered:
             self.group.allreduce([part]).wait()
-        return part
+            return part
+        total = torch.zeros_like(part, dtype=torch.float32)
+        for each in self._gathered(part):
+            total += each
+        return part.copy_(total)
 
     def joined(self, part: Tensor, out: Tensor | None = None) -> Tensor:
         """The ranks' parts `[S, N]` side by side, `[S, size * N]`: `out`, if it is given."""
         if self.is_alone:
             return part if out is None else out.copy_(part)
         num_rows, width = part.shape
-        parts = torch.empty((self.size * num_rows, width), dtype=part.dtype, device=part.device)
-        self.group._allgather_base(parts, part.contiguous()).wait()
         if out is None:
             out = part.new_empty(num_rows, self.size * width)
-        out.view(num_rows, self.size, width).copy_(parts.view(self.size, num_rows, width).transpose(0, 1))
+        out.view(num_rows, self.size, width).copy_(self._gathered(part).transpose(0, 1))
         return out
+
+    def _gathered(self, part: Tensor) -> Tensor:
+        """`[size, ...]`, all ranks' parts."""
+        parts = part.new_empty(self.size * len(part), *part.shape[1:])
+        self.group._allgather_base(parts, part.contiguous()).wait()
+        return parts.view(self.size, *part.shape)
 
 
 ALONE = Ranks()

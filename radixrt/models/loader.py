@@ -117,7 +117,7 @@ def load_model(
     whole = _skeleton(decoder, config, placement)
     if files is not None:
         _check_stored(whole, config, files, stored)
-    placement = replace(placement, ranks=ranks)
+    placement = replace(placement, ranks=replace(ranks, ordered=deterministic))
     _check_fits(whole if ranks.is_alone else _skeleton(decoder, part, placement), config, device)
     model = decoder(part, placement)
     _hold_plain(model)

@@ -1,0 +1,204 @@
+"""Ranks, and layers of which each rank holds a part: beside one that holds all of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from layers.linear import Linear, StackedLinear, SummedLinear
+from layers.norm import JointRMSNorm, RMSNorm
+from layers.placement import Placement
+from layers.products import Product, same_bits
+from layers.ranks import ALONE, Ranks
+from layers.vocabulary import Embedding, LogitsHead
+from layers.weight import Weight
+from tests.support.interpreter import require_interpreter
+from tests.support.ranks import on_ranks
+
+PLACEMENT = Placement(torch.float32, torch.device("cpu"))
+SIZES = pytest.mark.parametrize("size", [2, 4])
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_same_on_all(found: list[Tensor], expected: Tensor) -> None:
+    assert all(same_bits(other, found[0]) for other in found)
+    torch.testing.assert_close(found[0], expected)
+
+
+# --- sums and joined parts ---
+
+
+@SIZES
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums(size: int, ordered: bool, dtype: torch.dtype) -> None:
+    """In place, whatever the dtype."""
+    parts = [random(5, 24, seed=rank).to(dtype) for rank in range(size)]
+
+    def work(ranks: Ranks) -> Tensor:
+        part = parts[ranks.rank].clone()
+        assert replace(ranks, ordered=ordered).summed(part) is part
+        return part
+
+    found = on_ranks(size, work)
+    assert all(same_bits(other, found[0]) for other in found)
+    torch.testing.assert_close(found[0].float(), sum(part.float() for part in parts), atol=0.05, rtol=0.02)
+
+
+def test_bits_of_an_ordered_sum_do_not_depend_on_the_place() -> None:
+    """One row, alone and at each place among others. A ring begins to add each of its chunks at another rank."""
+    rows = [random(1, 24, seed=rank) * 10.0**rank for rank in range(4)]
+
+    def sums(ranks: Ranks) -> Tensor:
+        row = rows[ranks.rank]
+        return torch.cat([ranks.summed(row.repeat(count, 1)) for count in (1, 3, 64)])
+
+    for found in on_ranks(4, lambda ranks: sums(replace(ranks, ordered=True))):
+        assert all(same_bits(row, found[0]) for row in found)
+    found, *_ = on_ranks(4, sums)
+    assert not all(same_bits(row, found[0]) for row in found), "else there would be no need of an order"
+
+
+@SIZES
+def test_joined_parts(size: int) -> None:
+    parts = [random(3, 5, seed=rank) for rank in range(size)]
+    expected = torch.cat(parts, 1)
+
+    def work(ranks: Ranks) -> Tensor:
+        out = torch.empty(3, 5 * size)
+        assert ranks.joined(parts[ranks.rank], out) is out
+        assert same_bits(out, ranks.joined(parts[ranks.rank]))
+        return out
+
+    assert all(same_bits(found, expected) for found in on_ranks(size, work))
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    part, out = random(2, 3), torch.empty(2, 3)
+    assert ALONE.summed(part) is part
+    assert ALONE.joined(part) is part
+    assert ALONE.joined(part, out) is out
+    assert same_bits(out, part)
+
+
+def test_what_does_not_divide_is_held_by_each() -> None:
+    ranks = Ranks(1, 4)
+    assert ranks.dividing(104) is ranks
+    assert ranks.dividing(102) is ALONE
+
+
+# --- layers ---
+
+
+@SIZES
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_summed_layer(size: int, bias: bool, deterministic: bool) -> None:
+    """Its bias is added once."""
+    weight, added, x = random(12, 32), random(12, seed=1), random(5, 32, seed=2)
+
+    def work(ranks: Ranks) -> Tensor:
+        own = slice(ranks.rank * 32 // size, (ranks.rank + 1) * 32 // size)
+        placement = replace(PLACEMENT, deterministic=deterministic, ranks=ranks)
+        layer = SummedLinear(32 // size, 12, bias=bias, placement=placement)
+        layer.weight.values.copy_(weight[:, own])
+        if layer.bias is not None:
+            layer.bias.copy_(added)
+        return layer(x[:, own])
+
+    assert_same_on_all(on_ranks(size, work), x @ weight.T + (added if bias else 0))
+
+
+def test_only_one_rank_makes_parts_of_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(self: Weight, x: Tensor, bias: Tensor | None, *, split_k_ok: bool, **_: object) -> Tensor:
+        return torch.tensor([float(split_k_ok)])
+
+    monkeypatch.setattr(Weight, "product", told)
+
+    def work(ranks: Ranks) -> Tensor:
+        layer = SummedLinear(32, 12, bias=False, placement=replace(PLACEMENT, ranks=ranks))
+        return layer(random(5, 32), split_k_ok=True)
+
+    assert [found.item() for found in on_ranks(2, work)] == [0.0, 0.0]
+    assert work(ALONE).item() == 1.0
+
+
+def test_other_linear_layers_sum_nothing() -> None:
+    """Ranks without a group cannot."""
+    placement = replace(PLACEMENT, ranks=Ranks(1, 2))
+    linear = Linear(32, 12, bias=True, placement=placement)
+    stacked = StackedLinear(32, {"a": 8, "b": 4}, packed_as=None, bias=True, placement=placement)
+    for layer in (linear, stacked):
+        for parameter in layer.parameters():
+            parameter.fill_(1.0)
+        assert torch.equal(layer(torch.ones(2, 32)), torch.full((2, 12), 33.0))
+
+
+@SIZES
+@pytest.mark.parametrize("vocab_size", [104, 102])
+def test_an_embedding_and_its_head(size: int, vocab_size: int) -> None:
+    """102 rows are divided by two ranks, and held by each of four."""
+    weight, ids = random(vocab_size, 16), torch.arange(vocab_size, dtype=torch.int32).flip(0)
+    own_rows = vocab_size // size if vocab_size % size == 0 else vocab_size
+
+    def work(ranks: Ranks) -> tuple[Tensor, Tensor]:
+        placement = replace(PLACEMENT, ranks=ranks)
+        embedding = Embedding(vocab_size, 16, scale=3.0, placement=placement)
+        assert embedding.weight.shape == (own_rows, 16)
+        first = ranks.rank * own_rows % vocab_size
+        embedding.weight.copy_(weight[first : first + own_rows])
+        head = LogitsHead(embedding.weight, vocab_size, softcap=2.0, placement=placement)
+        out = torch.empty(2, vocab_size)
+        assert head(weight, torch.tensor([3, 5], dtype=torch.int32), out=out) is out
+        return embedding(ids), out
+
+    logits = torch.tanh(weight[[3, 5]] @ weight.T / 2.0) * 2.0
+    for embedded, capped in on_ranks(size, work):
+        assert torch.equal(embedded, weight.flip(0) * 3.0)
+        torch.testing.assert_close(capped, logits)
+
+
+@pytest.mark.parametrize("offset", [None, 0.0, 1.0])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_norm_of_what_ranks_hold_together(copies: int, deterministic: bool, offset: float | None) -> None:
+    """On four ranks, of which `copies` hold the same elements."""
+    num_parts, eps = 4 // copies, 0.1
+    width = 8 * num_parts
+    alone = RMSNorm(width, eps, offset=offset, placement=PLACEMENT)
+    alone.weight.copy_(random(width))
+    x = random(5, width, seed=1) * torch.arange(1, width + 1)
+
+    def work(ranks: Ranks) -> Tensor:
+        placement = replace(PLACEMENT, deterministic=deterministic, ranks=ranks)
+        norm = JointRMSNorm(8, eps, offset=offset, placement=placement)
+        own = slice(8 * (ranks.rank // copies), 8 * (ranks.rank // copies) + 8)
+        norm.weight.copy_(alone.weight[own])
+        return norm(x[:, own])
+
+    found = on_ranks(4, work)
+    assert all(torch.equal(found[n], found[n // copies * copies]) for n in range(4))
+    torch.testing.assert_close(torch.cat(found[::copies], 1), alone(x))
+
+
+def test_a_joint_norm_of_one_rank_is_an_ordinary_one() -> None:
+    norm = JointRMSNorm(8, 0.1, offset=0.0, placement=PLACEMENT)
+    norm.weight.copy_(random(8))
+    x = random(5, 8, seed=1)
+    assert same_bits(norm(x), RMSNorm.forward(norm, x))
+
+
+def test_a_sum_of_squares_is_a_product_with_ones() -> None:
+    """Of a kernel's tile one column counts; a row's bits are its own."""
+    require_interpreter()
+    x = random(5, 8)
+    product = Product("triton")
+    found = product(x.square(), torch.ones(1, 8))
+    torch.testing.assert_close(found, x.square().sum(-1, keepdim=True))
+    assert same_bits(found[3:4], product(x[3:4].square(), torch.ones(1, 8)))
