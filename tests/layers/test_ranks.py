@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from layers.linear import Linear, StackedLinear, SummedLinear
+from layers.moe import SparseMoE
 from layers.norm import JointRMSNorm, RMSNorm
 from layers.placement import Placement
 from layers.products import Product, same_bits
@@ -129,6 +130,19 @@ def test_only_one_rank_makes_parts_of_a_sum(monkeypatch: pytest.MonkeyPatch) -> 
     assert work(ALONE).item() == 1.0
 
 
+def test_only_one_rank_makes_parts_of_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("layers.moe.moe", lambda *_, parts_ok, **__: torch.tensor([float(parts_ok)]))
+
+    def work(ranks: Ranks) -> Tensor:
+        mixture = SparseMoE(32, 12, 4, 2, renormalize=True, placement=replace(PLACEMENT, ranks=ranks))
+        for parameter in mixture.parameters():
+            parameter.zero_()
+        return mixture(random(5, 32), split_k_ok=True)
+
+    assert [found.item() for found in on_ranks(2, work)] == [0.0, 0.0]
+    assert work(ALONE).item() == 1.0
+
+
 def test_other_linear_layers_sum_nothing() -> None:
     """Ranks without a group cannot."""
     placement = replace(PLACEMENT, ranks=Ranks(1, 2))
@@ -202,3 +216,16 @@ def test_a_sum_of_squares_is_a_product_with_ones() -> None:
     found = product(x.square(), torch.ones(1, 8))
     torch.testing.assert_close(found, x.square().sum(-1, keepdim=True))
     assert same_bits(found[3:4], product(x[3:4].square(), torch.ones(1, 8)))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_deterministic_norm_sums_by_a_product(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's sum on a GPU may take another order at another number of rows."""
+    monkeypatch.setattr(Product, "__call__", lambda self, x, weight: x @ weight.T + 1000.0)
+
+    def work(ranks: Ranks) -> Tensor:
+        norm = JointRMSNorm(8, 0.1, placement=replace(PLACEMENT, deterministic=deterministic, ranks=ranks))
+        norm.weight.fill_(1.0)
+        return norm(random(5, 8))
+
+    assert all((found.abs().max() < 0.5) == deterministic for found in on_ranks(2, work))
