@@ -7,6 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+_SUM: Any = c10d.AllreduceOptions()
+_GATHER: Any = c10d.AllgatherOptions()  # type: ignore[attr-defined]
+for _options in (_SUM, _GATHER):
+    if hasattr(_options, "asyncOp"):  # torch 2.8 and later: on the current stream, not on one of its own
+        _options.asyncOp = False
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class Ranks:
         if self.is_alone:
             return part
         if not self.ordered:
-            self.group.allreduce([part]).wait()
+            _wait(self.group.allreduce([part], _SUM))
             return part
         total = torch.zeros_like(part, dtype=torch.float32)
         for each in self._gathered(part):
@@ -57,8 +64,14 @@ class Ranks:
     def _gathered(self, part: Tensor) -> Tensor:
         """`[size, ...]`, all ranks' parts."""
         parts = part.new_empty(self.size * len(part), *part.shape[1:])
-        self.group._allgather_base(parts, part.contiguous()).wait()
+        _wait(self.group._allgather_base(parts, part.contiguous(), _GATHER))
         return parts.view(self.size, *part.shape)
 
 
 ALONE = Ranks()
+
+
+def _wait(work: Any) -> None:
+    """Until what was asked for is done; where it is in a GPU's order there is nothing to wait for."""
+    if work is not None:
+        work.wait()

@@ -4,53 +4,33 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from layers.moe import SparseMoE
-from layers.quantization import Quantization
-from layers.weight import Weight
-from memory_pool.req_to_token_pool import ReqToTokenPool
-from memory_pool.token_to_kv_pool import HostKVPool, TokenToKVPool
-from radixrt.builtin import MODEL_PATH
 from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.config import RuntimeConfig
 from radixrt.engine.engine import Engine
 from radixrt.engine.parts import Parts, request_output
 from radixrt.errors import ParameterError
-from radixrt.execution.device import check_kernels, choose_device
-from radixrt.execution.kv_scales import calibrated_scales
-from radixrt.execution.memory_budget import (
-    host_pool_slots,
-    measured_pass_memory,
-    pool_slots,
-    room_for_passes,
-)
-from radixrt.execution.model_runner import ModelRunner, Tuning
-from radixrt.execution.products import compare_all
 from radixrt.frontend.request_builder import RequestBuilder, chatting_tokenizer
 from radixrt.kept_cache.identity import cache_identity, weight_fingerprint
 from radixrt.kept_cache.storage import CacheStorage
-from radixrt.limits import NO_PASSES, PassLimits, RunLimits, requests_at_once
-from radixrt.models.config import GENERATION_DEFAULTS, ModelConfig, generation_defaults
+from radixrt.limits import RunLimits
+from radixrt.models.config import generation_defaults, read_architecture
 from radixrt.models.decoder import Decoder
-from radixrt.models.loader import check_dtype, load_model, model_folder, reload_weights
-from radixrt.processors import usable_processors
+from radixrt.models.registry import find_architecture
+from radixrt.ranks.followers import Followers, start_followers
+from radixrt.ranks.leading_runner import LeadingRunner
+from radixrt.ranks.rank import RankParts, assemble_rank, check_config, folder_of
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.policy import SchedulePolicy, SchedulerConfig
 from radixrt.schedule.scheduler import Scheduler
-from triton_ops.e4m3 import E4M3, FIRST_CAPABILITY
-from triton_ops.implementation import runs_triton
+from radixrt.text.tokenizer import Tokenizer
+from radixrt.workers.channel import Message
 
 _log = logging.getLogger(__name__)
 
@@ -58,8 +38,9 @@ _log = logging.getLogger(__name__)
 class LoadedModel:
     """Weights, KV pools and their files: a `ServedModel`."""
 
-    def __init__(self, decoder: Decoder, storage: CacheStorage) -> None:
-        self.decoder, self.device = decoder, decoder.placement.device
+    def __init__(self, rank: RankParts, storage: CacheStorage, followers: Followers | None) -> None:
+        self._rank, self._followers = rank, followers
+        self.decoder, self.device = rank.decoder, rank.decoder.placement.device
         self.storage, self.kv_pool = storage, storage.kv_pool
         self._fingerprint: str | None = None  # of the weights, once somebody has asked
 
@@ -71,228 +52,97 @@ class LoadedModel:
 
     def reload(self, source: str | Path, *, before_change: Callable[[], None]) -> None:
         self._fingerprint = None
-        reload_weights(self.decoder, self.decoder.config, source, before_change=before_change)
-        if self.kv_pool.scales is not None:
-            # Nothing is cached now, so nothing is read with other scales than it was stored with.
-            self.kv_pool.set_scales(calibrated_scales(self.decoder, self.device))
+        followers = self._followers
+        if Path(source).exists():
+            source = Path(source).resolve()  # others may have started in another folder
+
+        def change() -> None:
+            before_change()
+            if followers is not None:  # they read what has been found sound here
+                followers.send(Message({"reload": str(source)}))
+
+        self._rank.reload(source, change)
+        if followers is not None:
+            followers.wait_for_reload()
 
     def save_cache(self, path: Path, weights_version: int, *, progress: bool) -> int:
+        self._check_alone("save_cache")
         return self.storage.save(path, weights_version, self.identity(), progress=progress)
 
     def load_cache(self, path: Path, weights_version: int, *, progress: bool) -> tuple[int, int]:
+        self._check_alone("load_cache")
         return self.storage.load(path, weights_version, self.identity(), progress=progress)
 
-
-def check_config(config: RuntimeConfig) -> tuple[torch.device, bool, bool]:
-    """Check what of the options does not depend on the model. Raises as `Runtime` does.
-
-    Returns the device, whether kernels run on it as a GPU, and whether passes are captured.
-    """
-    device = choose_device(config.device)
-    check_kernels(config.impl, config.kv_dtype, device)
-    check_dtype(config.dtype)
-    _check_deterministic(config, device)
-    runs_kernels = device.type == "cuda" and runs_triton(config.impl, device)
-    return device, runs_kernels, _captures(config, runs_kernels)
-
-
-def _check_deterministic(config: RuntimeConfig, device: torch.device) -> None:
-    """Raise ParameterError where the options cannot promise equal bits."""
-    if not config.deterministic:
-        return
-    if config.kv_dtype == "fp8":
-        raise ParameterError(
-            "deterministic is True and kv_dtype is 'fp8', whose attention cannot promise equal bits; leave one of "
-            "them out"
-        )
-    if device.type == "cuda" and not runs_triton(config.impl, device):
-        raise ParameterError(
-            f"deterministic is True, but no kernels run on {device} with impl {config.impl!r}, and torch's sums "
-            "depend on the size of a pass there; install Triton and leave impl out, or leave deterministic out"
-        )
+    def _check_alone(self, what: str) -> None:
+        if self._followers is not None:
+            raise ParameterError(
+                f"{what} cannot be used with tensor_parallel_size: each rank has a part of the cache"
+            )
 
 
 def assemble(config: RuntimeConfig, decoder: Decoder | None = None) -> Parts:
-    """Load the model, make its pools, and capture its graphs. Raises as `Runtime` does.
+    """Load the model, make its pools, and capture its graphs, on all ranks. Raises as `Runtime` does.
 
     A `decoder` that another Runtime of the same model, dtype, device, context, impl and mode has loaded is used as
     it is: Runtimes may share weights, as long as nobody changes them.
     """
-    began = time.perf_counter()
-    device, runs_kernels, captures = check_config(config)
-    impl, on_gpu = config.impl, device.type == "cuda"
-    if not on_gpu or config.threads is not None:
-        torch.set_num_threads(config.threads or min(torch.get_num_threads(), usable_processors()))
-    tree = config.attention == "tree"
+    device, _, _ = check_config(config)
+    folder = folder_of(config)
+    tokenizer = chatting_tokenizer(folder, config.chat_template_kwargs)  # a mistake shows before the weights
+    if config.tensor_parallel_size > 1:  # what does not divide is refused before processes are started
+        architecture = find_architecture(read_architecture(folder))
+        architecture.config_class.from_folder(folder).for_ranks(config.tensor_parallel_size)
+    followers = None if config.tensor_parallel_size == 1 else start_followers(config, device)
+    try:
+        if followers is None:
+            return _assembled(config, tokenizer, assemble_rank(config, folder, decoder=decoder), None)
+        parts = assemble_rank(config, folder, followers.join(), followers.wait_until_loaded)
+        return _assembled(config, tokenizer, parts, followers)
+    except BaseException as error:
+        if followers is not None:
+            why = followers.reason_of(error)
+            followers.close()
+            if why is not None:
+                raise why from error
+        raise
 
-    source = MODEL_PATH if config.model is None else config.model
-    folder = model_folder(source, weights=config.load_format != "dummy", revision=config.revision)
-    with ThreadPoolExecutor(max_workers=1) as background:
-        # A GPU's context keeps the driver as busy as reading a config, which imports transformers, keeps the host.
-        made = background.submit(lambda: torch.empty(1, device=device))
-        tokenizer = chatting_tokenizer(folder, config.chat_template_kwargs)  # a mistake shows before the weights
-        if decoder is None:
-            decoder, _ = load_model(
-                folder,
-                dtype=config.dtype,
-                device=device,
-                context_length=config.context_length,
-                load_format=config.load_format,
-                seed=config.seed or 0,
-                impl=impl,
-                deterministic=config.deterministic,
-                quantization=config.quantization,
-            )
-        made.result()
-    model_config = decoder.config
-    context_length = model_config.context_length
-    seconds = {"weights": time.perf_counter() - began}
-    kv_dtype = E4M3 if config.kv_dtype == "fp8" else decoder.placement.dtype
-    if kv_dtype == E4M3 and model_config.head_dim % 2:
-        raise ParameterError(f"kv_dtype is 'fp8', which wants an even head_dim; it is {model_config.head_dim}")
-    shape = (model_config.num_layers, model_config.num_kv_heads, model_config.head_dim)
-    bytes_per_slot = TokenToKVPool.bytes_per_slot(*shape, kv_dtype)
-    limits = _pass_limits(config, model_config, device, bytes_per_slot)
-    captured = limits if captures else NO_PASSES
-    products_began = time.perf_counter()
-    on_device = torch.cuda.device(device) if on_gpu else nullcontext()
-    with torch.inference_mode(), on_device, room_for_passes():
-        products = compare_all(decoder, limits, Tuning.max_scored_at_once)
-    if products:
-        if on_gpu:
-            torch.cuda.empty_cache()  # of what was compared: the pool measures what is free
-        seconds["products"] = time.perf_counter() - products_began
-    own_defaults = generation_defaults(folder)
-    defaults = own_defaults if config.generation_config == "auto" else SamplingParams()
-    _log_weights(decoder, config, folder, seconds["weights"], own_defaults)
 
-    # Before the pool takes the free memory: this needs some, too.
-    scales = calibrated_scales(decoder, device) if kv_dtype == E4M3 else None
-    rows = ReqToTokenPool(limits.num_rows, context_length)
-    memory_began, for_passes = time.perf_counter(), 0
-    if runs_kernels and config.max_total_tokens is None:  # references are not for passes of any size
-        with room_for_passes():
-            for_passes = measured_pass_memory(decoder, rows, limits, kv_dtype, captured=captured, tree=tree)
-    seconds["memory"] = time.perf_counter() - memory_began
-
-    share, wanted = config.share_of_memory(on_gpu=on_gpu), config.max_total_tokens
-    slots = pool_slots(device, bytes_per_slot, memory_fraction=share, max_total_tokens=wanted, promised=for_passes)
-    kv_pool = TokenToKVPool(slots, *shape, dtype=kv_dtype, device=device)
-    if scales is not None:
-        kv_pool.set_scales(scales)
-    host_pool = None
-    promised = 0 if on_gpu else slots * bytes_per_slot
-    if host_slots := host_pool_slots(config.host_memory_gb, bytes_per_slot, promised=promised):
-        try:
-            host_pool = HostKVPool(host_slots, kv_pool)
-        except RuntimeError as error:
-            raise ParameterError(f"host_memory_gb is {config.host_memory_gb:g}: {error}") from error
-
+def _assembled(
+    config: RuntimeConfig, tokenizer: Tokenizer | None, rank: RankParts, followers: Followers | None
+) -> Parts:
+    """The first rank's parts, and all else that a Runtime is made of."""
+    limits, kv_pool, host_pool, decoder = rank.limits, rank.kv_pool, rank.host_pool, rank.decoder
+    defaults = generation_defaults(rank.folder) if config.generation_config == "auto" else SamplingParams()
     host, enabled = None if host_pool is None else host_pool.allocator, config.enable_prefix_cache
-    cache = PrefixCache(rows, kv_pool.allocator, host_slots=host, enabled=enabled, force_miss=config.force_miss)
+    cache = PrefixCache(
+        rank.rows, kv_pool.allocator, host_slots=host, enabled=enabled, force_miss=config.force_miss
+    )
     running, chunk, policy = limits.max_running_requests, limits.chunked_prefill_size, config.schedule_policy
     scheduler = Scheduler(cache, SchedulerConfig(running, chunk, limits.max_samples, SchedulePolicy(policy)))
-    runner = ModelRunner(decoder, rows, kv_pool, device, host_pool, captured=captured, tree=tree)
-    graphs_began = time.perf_counter()
-    with room_for_passes():
-        runner.capture_graphs()
-    ended = time.perf_counter()
-    pool_bytes, captured_graphs = slots * bytes_per_slot, len(runner.executor.graphs)
-    _log.info("KV pool: %s tokens, %.2f GiB in %s", f"{slots - 1:,}", pool_bytes / 2**30, kv_dtype)
-    if products:
-        replaced = sum(bool(table.ordered) for table in products)
-        told = "products: %d shapes compared in %.1f s; torch's are replaced at some sizes in %d of them"
-        _log.info(told, len(products), seconds["products"], replaced)
-    if captured_graphs:
-        _log.info("graphs: %d captured in %.1f s", captured_graphs, ended - graphs_began)
-    _log.info("ready after %.1f s", ended - began)
+    runner = rank.runner if followers is None else LeadingRunner(rank.runner, followers)
+    frees_gpu = decoder.placement.device.type == "cuda"
     return Parts(
         config=config,
         limits=RunLimits(kv_pool.allocator.capacity, running, chunk),
         engine=Engine(scheduler, runner, max_in_flight=int(config.overlap)),
         builder=RequestBuilder(
-            model_config, tokenizer, context_length, config.run_seed, scheduler.refusal, defaults=defaults
+            rank.config,
+            tokenizer,
+            decoder.config.context_length,
+            config.run_seed,
+            scheduler.refusal,
+            defaults=defaults,
         ),
-        model=LoadedModel(decoder, CacheStorage(cache, kv_pool, host_pool, impl=impl)),
+        model=LoadedModel(rank, CacheStorage(cache, kv_pool, host_pool, impl=config.impl), followers),
         output_of=partial(request_output, tokenizer=tokenizer),
-        products=products,
-        start_up=seconds | {"graphs": ended - graphs_began, "total": ended - began},
-        free_device=_free_gpu if on_gpu else lambda: None,
+        products=rank.products,
+        start_up=rank.seconds,
+        free_device=_free_gpu if frees_gpu else lambda: None,
+        close=(lambda: None) if followers is None else followers.close,
     )
-
-
-def _pass_limits(
-    config: RuntimeConfig, model: ModelConfig, device: torch.device, bytes_per_slot: int
-) -> PassLimits:
-    """The limits of a pass, once the weights are in place: on a GPU, as many requests at once as memory allows."""
-    on_gpu, wanted = device.type == "cuda", config.max_total_tokens
-    limits = config.pass_limits(on_gpu=on_gpu)
-    if not on_gpu or config.max_running_requests is not None:
-        return limits
-    share = config.share_of_memory(on_gpu=on_gpu)
-    free = int(torch.cuda.mem_get_info(device)[0] * share)
-    pool = free if wanted is None else wanted * bytes_per_slot
-    sizes = {"context_length": model.context_length, "vocab_size": model.vocab_size}
-    running = requests_at_once(limits.max_running_requests, free, pool, bytes_per_slot, **sizes)
-    return replace(limits, max_running_requests=running)
-
-
-def _log_weights(
-    decoder: Decoder, config: RuntimeConfig, folder: Path, seconds: float, own_defaults: SamplingParams
-) -> None:
-    """Log what was loaded, and what generation_config.json says of parameters, used or not."""
-    size = sum(weight.numel() * weight.itemsize for weight in decoder.parameters())
-    kind = "random weights" if config.load_format == "dummy" else "weights"
-    where = f"{decoder.placement.dtype} on {decoder.placement.device}"
-    _log.info("%s of %s: %s bytes, %s, in %.1f s", kind, folder, f"{size:,}", where, seconds)
-    if decoder.placement.quantization is not None:
-        _log_quantization(decoder, decoder.placement.quantization)
-    named = {name: getattr(own_defaults, name) for name in GENERATION_DEFAULTS}
-    if own := {name: value for name, value in named.items() if value != getattr(SamplingParams(), name)}:
-        used = "used where none are given" if config.generation_config == "auto" else "not used"
-        how = "" if config.generation_config == "auto" else '; generation_config="auto" uses them'
-        _log.info("parameters of its generation_config.json are %s: %s%s", used, own, how)
-
-
-def _log_quantization(decoder: Decoder, quantization: Quantization) -> None:
-    """Log how much is held quantised, and warn of what is quantised in the checkpoint but not here."""
-    weights = [module for module in decoder.modules() if isinstance(module, Weight)]
-    held = sum(weight.shape.numel() for weight in weights if weight.scale is not None)
-    placement, mixtures = decoder.placement, [one for one in decoder.modules() if isinstance(one, SparseMoE)]
-    experts = any(isinstance(one.gate_up, nn.Parameter) for one in mixtures)  # else they are quantised
-    numbers, in_int4 = quantization.numbers, quantization.words is not None
-    if not placement.holds_quantised:
-        needs = "float16 or bfloat16" if in_int4 else f"a GPU of compute capability {FIRST_CAPABILITY / 10}"
-        _log.warning(
-            "weights of %s are held in %s: their products need kernels and %s, and the model is on %s, with impl "
-            "%r",
-            *(numbers, placement.dtype, needs, placement.device, placement.impl),
-        )
-        return
-    _log.info("%s weights are held in %s", f"{held:,}", numbers)
-    if experts:
-        _log.warning(
-            "the weights of experts are held in %s: their products are not in %s", placement.dtype, numbers
-        )
-    if cut := sum(weight.scale is None and weight.quantization is not None for weight in weights):
-        _log.warning(
-            "%d weights are held in %s: their checkpoint leaves a part as it is, or stores blocks or groups that "
-            "parts of a stack or their sizes do not keep to",
-            *(cut, placement.dtype),
-        )
 
 
 def _free_gpu() -> None:
     gc.unfreeze()  # a call may still be open
     gc.collect()  # graphs hold on to their memory
     torch.cuda.empty_cache()
-
-
-def _captures(config: RuntimeConfig, runs_kernels: bool) -> bool:
-    """Whether passes are captured as graphs. Raises ParameterError if `cuda_graphs` demands the impossible."""
-    can_capture = runs_kernels and os.environ.get("TRITON_INTERPRET") != "1"
-    if config.cuda_graphs and not can_capture:
-        raise ParameterError(
-            f"cuda_graphs is True, but only kernels on a GPU can be captured; device is {config.device!r}"
-        )
-    return can_capture if config.cuda_graphs is None else config.cuda_graphs

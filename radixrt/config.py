@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -40,6 +40,8 @@ class RuntimeConfig:
             only choice if that is in 4 bits). GPUs multiply e4m3 from compute capability 8.9 on; elsewhere the
             rounded weights are held in `dtype` (docs/models.md#fp8-weights).
         device: such as "cpu", "cuda" or "cuda:1"; None is CUDA where there is a GPU.
+        tensor_parallel_size: ranks that compute the model together, each with its part of the weights: a process
+            each, on cards from `device` on (docs/ranks.md).
         memory_fraction: share of the free memory that the KV pool takes, above 0, at most 1; on a GPU, of what
             weights, the largest pass and graphs leave: several Runtimes on one GPU each need a share of their own.
             None is 0.95 on a GPU and 0.25 on a CPU.
@@ -83,6 +85,7 @@ class RuntimeConfig:
     kv_dtype: str = "auto"
     quantization: Literal["fp8"] | None = None
     device: str | torch.device | None = None
+    tensor_parallel_size: int = 1
     memory_fraction: float | None = None
     max_total_tokens: int | None = None
     host_memory_gb: float | None = None
@@ -127,6 +130,7 @@ class RuntimeConfig:
         if self.memory_fraction is not None:
             check_float("memory_fraction", self.memory_fraction, 0.0, 1.0, above=True)
         most = {"max_running_requests": 2**16, "chunked_prefill_size": 2**20, "threads": 2**16}
+        most["tensor_parallel_size"] = 64
         for name, high in most.items():
             if (number := getattr(self, name)) is not None:
                 object.__setattr__(self, name, check_int(name, number, 1, high))
@@ -152,3 +156,17 @@ class RuntimeConfig:
             self.max_running_requests or default.max_running_requests,
             self.chunked_prefill_size or default.chunked_prefill_size,
         )
+
+
+def config_as_json(config: RuntimeConfig) -> dict[str, Any]:
+    """Keyword arguments of an equal RuntimeConfig, with the seed that it has drawn."""
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    values |= {"seed": config.run_seed, "schedule_policy": SchedulePolicy(config.schedule_policy).value}
+    for name in ("model", "device", "dtype"):
+        if values[name] is not None:
+            values[name] = str(values[name]).removeprefix("torch.")
+    if isinstance(config.model, Path) or (config.model is not None and Path(config.model).expanduser().exists()):
+        values["model"] = str(Path(config.model).expanduser().absolute())
+    if config.chat_template_kwargs is not None:
+        values["chat_template_kwargs"] = dict(config.chat_template_kwargs)
+    return values

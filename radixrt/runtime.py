@@ -536,6 +536,8 @@ class Runtime:
             return  # what it has is its parent's
         self._driver.close()
         parts, self._parts = self._parts, None
+        if parts is not None:
+            parts.close()
         if parts is not None and not parts.engine.is_lost:
             free_device = parts.free_device
             del parts  # what it holds is unused now

@@ -66,7 +66,7 @@ def test_threads_of_a_runtime(
     monkeypatch: pytest.MonkeyPatch, usable: int, given: int | None, expected: int
 ) -> None:
     before = torch.get_num_threads()
-    monkeypatch.setattr("radixrt.assembly.usable_processors", lambda: usable)
+    monkeypatch.setattr("radixrt.ranks.rank.usable_processors", lambda: usable)
     try:
         torch.set_num_threads(3)
         with Runtime(device="cpu", threads=given):

@@ -42,8 +42,8 @@ def add_compile_command(commands: Any) -> None:
 
 
 def _compile(arguments: argparse.Namespace) -> int:
-    from radixrt.assembly import check_config
     from radixrt.config import RuntimeConfig
+    from radixrt.ranks.rank import check_config
 
     options = {**runtime_options(arguments), "load_format": "dummy"}
     device, runs_kernels, _ = check_config(RuntimeConfig(**options))

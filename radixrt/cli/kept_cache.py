@@ -52,8 +52,8 @@ def checked_config(arguments: argparse.Namespace) -> RuntimeConfig:
         ParameterError, ModelError: one of them is outside its bounds, or not for this machine; with --ray, which
             is for others, only the bounds count.
     """
-    from radixrt.assembly import check_config
     from radixrt.config import RuntimeConfig
+    from radixrt.ranks.rank import check_config
 
     config = RuntimeConfig(**runtime_options(arguments))
     if getattr(arguments, "ray", None) is None:

@@ -172,6 +172,13 @@ MODEL = (
     Option("kv_dtype", "of KV; fp8: 8 bits a number (that of the weights)", choices=("auto", "fp8")),
     Option("quantization", "of weights, as they are loaded; fp8: 8 bits a number (none)", choices=("fp8",)),
     Option("device", "such as cpu, cuda or cuda:1", "DEVICE"),
+    Option(
+        "tensor_parallel_size",
+        "cards that hold the model together, each a part of its weights (1)",
+        "N",
+        int,
+        also="--tp",
+    ),
     Option("impl", "kernels or references (kernels on a GPU)", choices=("auto", "torch", "triton")),
     Option("load_format", "dummy: random weights from config.json alone", choices=("auto", "dummy")),
     Option(

@@ -51,6 +51,7 @@ class Parts:
     start_up: Mapping[str, float] = field(default_factory=dict)  # seconds, as in Runtime
     products: tuple[ProductTable, ...] = ()  # of a deterministic model
     free_device: Callable[[], None] = lambda: None  # gives unused memory back to the device
+    close: Callable[[], None] = lambda: None  # ends other processes of the model
 
     @property
     def scheduler(self) -> Scheduler:

@@ -113,6 +113,7 @@ class ModelRunner:
         self._shapes = captured_shapes(max_batch, max_tokens, num_weights, tuning.token_sizes)
         self._builder = PassBuilder(self.planner, self._shapes, rows.max_requests, tuning.max_plan_passes)
         self._prepared: _Prepared | None = None
+        self.launched_words: Int32Array = np.zeros(0, np.int32)  # of the pass that was launched last
         self._mover = None if host_pool is None else KVMover(kv_pool, host_pool, device, placement.impl)
         self.executor = Executor(model, rows, kv_pool, tuning.max_scored_at_once)
 
@@ -145,6 +146,7 @@ class ModelRunner:
             if isinstance(packed, Exception):
                 raise packed
             self._timer.start()
+            self.launched_words = packed.words
             forward = self.executor.forward(pass_, packed)
             if pass_.sampling.masked is None:
                 return self._drawn(forward)

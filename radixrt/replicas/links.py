@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import select
-import socket
-import subprocess
-import sys
-import sysconfig
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
-from radixrt.config import RuntimeConfig
+from radixrt.config import RuntimeConfig, config_as_json
 from radixrt.errors import ParameterError
-from radixrt.replicas.channel import Channel, Message
-from radixrt.replicas.messages import config_as_json
-
-_log = logging.getLogger(__name__)
-
-END_SECONDS = 5.0  # that a process has to be gone
+from radixrt.workers.channel import Message
+from radixrt.workers.process import Process
 
 
 class Link(Protocol):
@@ -70,73 +59,6 @@ class Placement:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-class Process:
-    """A `Link` to a process, which runs `python -m PROGRAM FD` with a connected socket."""
-
-    def __init__(self, placement: Placement, program: str) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", program, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, **_environment(), **placement.environment},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # that of the group may carry records
-                start_new_session=True,  # Ctrl-C is for the group, which says what is to be done
-            )
-        ours.setblocking(False)
-        self.channel = Channel(ours)
-        self.channel.send(Message({"config": config_as_json(placement.config)}))
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def is_closed(self) -> bool:
-        return self.channel.is_closed
-
-    def send(self, message: Message) -> None:
-        self.channel.send(message)
-
-    def receive(self) -> list[Message]:
-        self.channel.flush()
-        return self.channel.receive()
-
-    def end(self) -> str:
-        if self.channel.is_closed:  # it is ending: how, is its own
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(END_SECONDS)
-        self._process.kill()
-        self.channel.close()
-        try:
-            status = self._process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:  # within a call of the system, such as of a driver that hangs
-            return "killed, and not gone yet"
-        return f"signal {-status}" if status < 0 else f"status {status}"
-
-    def close(self) -> None:
-        self.channel.close()
-
-    def wait_for_end(self, seconds: float) -> None:
-        try:
-            self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self.end()
-
-
-def _environment() -> dict[str, str]:
-    """Of a process that finds this package, also where it is not installed, and logs as this one does."""
-    found = {"PYTHONSAFEPATH": "1"}
-    if _log.isEnabledFor(logging.INFO):
-        found["RADIXRT_REPLICA_LOG"] = "INFO"
-    home = str(Path(__file__).resolve().parents[2])
-    # Where it is installed, its folder would come before the standard library.
-    if home not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        found["PYTHONPATH"] = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
-    return found
-
-
 class Processes:
     """`Links` to processes of this host, one for each placement."""
 
@@ -144,7 +66,9 @@ class Processes:
         self._placements, self._program = placements, program
 
     def start(self, number: int) -> Process:
-        return Process(self._placements[number], self._program)
+        placement = self._placements[number]
+        first = Message({"config": config_as_json(placement.config)})
+        return Process(self._program, placement.environment, first)
 
     def wait(self, links: Sequence[Link], seconds: float) -> None:
         poll = select.poll()
@@ -155,9 +79,10 @@ class Processes:
 
 
 def placements(config: RuntimeConfig, num_replicas: int | None) -> list[Placement]:
-    """One replica for each visible card, or as many as are wanted: on the cards in turn, or on CPUs.
+    """One replica for each visible card, or as many as are wanted: on the cards in turn, or on CPUs. With ranks on
+    as many cards each.
 
-    Raises ParameterError where the device is one card, or cannot be had.
+    Raises ParameterError where the device is one card, or cannot be had, or ranks want more cards than there are.
     """
     from radixrt.execution.device import choose_device  # torch
 
@@ -169,7 +94,10 @@ def placements(config: RuntimeConfig, num_replicas: int | None) -> list[Placemen
             f"device is {config.device!r}; replicas take the visible cards in turn: leave the number out, and "
             "choose cards by CUDA_VISIBLE_DEVICES"
         )
-    cards = _visible_cards()
+    size, visible = config.tensor_parallel_size, _visible_cards()
+    cards = [",".join(visible[first : first + size]) for first in range(0, len(visible) - size + 1, size)]
+    if not cards:
+        raise ParameterError(f"tensor_parallel_size is {size}, but torch sees {len(visible)} CUDA devices")
     wanted = num_replicas or len(cards)
     sharing = -(-wanted // len(cards))  # replicas on the fullest card
     if sharing > 1:

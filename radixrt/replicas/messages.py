@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, fields, replace
-from pathlib import Path
+from dataclasses import astuple, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,14 +12,12 @@ from radixrt import errors
 from radixrt.batch.scan import parameters_as_json
 from radixrt.cache.prefix_cache import CacheStats
 from radixrt.cache.radix_tree import common_prefix
-from radixrt.config import RuntimeConfig
-from radixrt.errors import ModelError, PassError, RadixrtError
+from radixrt.errors import PassError
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, Timings, TokenLogprob, Usage
-from radixrt.replicas.channel import Message
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.activity import Activity
-from radixrt.schedule.policy import SchedulePolicy
 from radixrt.schedule.request import Request
+from radixrt.workers.channel import Message
 
 
 class Prepares(Protocol):
@@ -29,20 +26,6 @@ class Prepares(Protocol):
     def prepare(
         self, prompt: Any, sampling_params: SamplingParams | None = None, *, index: int, keep: int | None
     ) -> Request: ...
-
-
-def config_as_json(config: RuntimeConfig) -> dict[str, Any]:
-    """Keyword arguments of an equal RuntimeConfig, with the seed that it has drawn."""
-    values = {field.name: getattr(config, field.name) for field in fields(config)}
-    values |= {"seed": config.run_seed, "schedule_policy": SchedulePolicy(config.schedule_policy).value}
-    for name in ("model", "device", "dtype"):
-        if values[name] is not None:
-            values[name] = str(values[name]).removeprefix("torch.")
-    if isinstance(config.model, Path) or (config.model is not None and Path(config.model).expanduser().exists()):
-        values["model"] = str(Path(config.model).expanduser().absolute())
-    if config.chat_template_kwargs is not None:
-        values["chat_template_kwargs"] = dict(config.chat_template_kwargs)
-    return values
 
 
 def requests_message(requests: Sequence[Request]) -> Message:
@@ -127,18 +110,6 @@ def output_of(value: Mapping[str, Any], request: Request) -> RequestOutput:
 def state_as_json(activity: Activity, stats: CacheStats, num_running: int) -> dict[str, Any]:
     """Counters of a replica."""
     return {"activity": astuple(activity), "stats": astuple(stats), "running": num_running}
-
-
-def error_as_json(error: RadixrtError) -> list[str]:
-    """An error of ours by its name."""
-    return [type(error).__name__, str(error)]
-
-
-def error_of(value: Sequence[str]) -> RadixrtError:
-    """That error."""
-    kind = getattr(errors, value[0], ModelError)
-    error: RadixrtError = kind(value[1])
-    return error
 
 
 def _logprobs(logprobs: Sequence[TokenLogprob] | None) -> list[list[Any]] | None:

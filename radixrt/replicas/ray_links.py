@@ -20,12 +20,11 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError("replicas on Ray need Ray, which is not installed: pip install 'radixrt[ray]'") from error
 
-from radixrt.config import RuntimeConfig
+from radixrt.config import RuntimeConfig, config_as_json
 from radixrt.errors import ParameterError
-from radixrt.replicas.channel import Channel, Message, decode, encode
 from radixrt.replicas.links import Link
-from radixrt.replicas.messages import config_as_json
 from radixrt.replicas.worker import BEAT, serve
+from radixrt.workers.channel import Channel, Message, decode, encode
 
 _log = logging.getLogger(__name__)
 

@@ -16,12 +16,12 @@ from radixrt.cache.prefix_cache import CacheStats
 from radixrt.errors import RadixrtError, ReplicaLostError
 from radixrt.limits import RunLimits
 from radixrt.output import FinishReason, RequestOutput
-from radixrt.replicas.channel import Message
 from radixrt.replicas.links import Link, Links
-from radixrt.replicas.messages import error_of, output_of, requests_message
+from radixrt.replicas.messages import output_of, requests_message
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.activity import Activity
 from radixrt.schedule.request import Request
+from radixrt.workers.channel import Message, error_of
 
 _log = logging.getLogger(__name__)
 

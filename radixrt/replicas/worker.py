@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from radixrt.errors import DeviceLostError, RadixrtError
 from radixrt.output import RequestOutput
-from radixrt.replicas.channel import Channel, Message
-from radixrt.replicas.messages import error_as_json, output_as_json, requests_of, state_as_json
+from radixrt.replicas.messages import output_as_json, requests_of, state_as_json
+from radixrt.workers.channel import Channel, Message, error_as_json
 
 if TYPE_CHECKING:
     from radixrt.runtime import Runtime
@@ -134,7 +134,7 @@ def main(make: Callable[[dict[str, Any]], Runtime] = _runtime) -> None:
     """`python -m radixrt.replicas.worker FD`: FD is a connected socket."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the group hears them, and says what is to be done
-    if level := os.environ.get("RADIXRT_REPLICA_LOG"):
+    if level := os.environ.get("RADIXRT_WORKER_LOG"):
         logging.basicConfig(level=level, format="%(name)s: %(message)s")
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     serve(channel, make)

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.arrays import Int32Array
-from radixrt.assembly import LoadedModel, assemble, check_config
+from radixrt.assembly import LoadedModel, assemble
 from radixrt.builtin import MODEL_PATH
 from radixrt.config import RuntimeConfig
 from radixrt.engine.engine import Engine
@@ -26,6 +26,7 @@ from radixrt.frontend.request_builder import Params, Prompt, builder_without_wei
 from radixrt.hit_rate import CountsHits
 from radixrt.models.config import ModelConfig
 from radixrt.models.decoder import Decoder
+from radixrt.ranks.rank import check_config
 from radixrt.runtime import Runtime
 from radixrt.verify.layer_watch import LayerWatch, Origin, Trace, WatchingRunner
 from radixrt.verify.questions import Asker, Question

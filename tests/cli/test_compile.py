@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import radixrt
-import radixrt.assembly
+import radixrt.ranks.rank
 from radixrt.cli import main
 from tests.support.checkpoints import llama, write
 from tests.support.fake_runtime import FakeRuntime
@@ -39,7 +39,7 @@ def test_it_starts_a_runtime_without_weights(
             self.start_up = {"weights": 0.25, "memory": 3.0, "graphs": 1.5, "total": 4.75}
 
     monkeypatch.setitem(vars(radixrt), "Runtime", Starting)
-    monkeypatch.setattr(radixrt.assembly, "check_config", lambda config: (torch.device("cuda"), True, True))
+    monkeypatch.setattr(radixrt.ranks.rank, "check_config", lambda config: (torch.device("cuda"), True, True))
     assert main(["compile", "--model", "m", "--deterministic"]) == 0
     assert made == [{"model": "m", "deterministic": True, "load_format": "dummy"}]
     assert capsys.readouterr().out == "compiled in 4.8 s: weights 0.2, memory 3.0, graphs 1.5\n"

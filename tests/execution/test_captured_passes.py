@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-import radixrt.assembly
+import radixrt.ranks.rank
 from layers.radix_attention import RadixAttention
 from radixrt import FinishReason, PassError, RequestOutput, Runtime
 from radixrt import SamplingParams as Params
@@ -84,7 +84,7 @@ def runtime_of(folder: Path, *, cuda_graphs: bool = True, max_plan_passes: int =
         return ModelRunner(model, rows, kv_pool, *places, captured=captured, tree=tree, tuning=tuning)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(radixrt.assembly, "ModelRunner", runner)
+        patch.setattr(radixrt.ranks.rank, "ModelRunner", runner)
         own = {"cuda_graphs": cuda_graphs} if on_gpu else {}
         runtime = Runtime(folder, device=device, **own, **options)
     assert bool(runner_of(runtime).executor.graphs) == cuda_graphs

@@ -523,8 +523,8 @@ def share_a_row_between_answers(patch: pytest.MonkeyPatch) -> None:
 def abort_one_answer_and_not_the_others(patch: pytest.MonkeyPatch) -> None:
     step = Engine.step
 
-    def alone(self: Engine, aborts: Iterable[Answer] = ()) -> list[Answer]:
-        return [answer for answer in aborts if self.scheduler.abort(answer)] + step(self)
+    def alone(self: Engine, aborts: Iterable[Answer] = (), *others: Any) -> list[Answer]:
+        return [answer for answer in aborts if self.scheduler.abort(answer)] + step(self, (), *others)
 
     patch.setattr(Engine, "step", alone)
 

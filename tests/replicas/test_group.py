@@ -384,8 +384,7 @@ def test_an_error_of_the_first_start_is_raised() -> None:
 
     class Refusing(LocalLinks):
         def start(self, number: int) -> LocalLink:
-            from radixrt.replicas.channel import Message
-            from radixrt.replicas.messages import error_as_json
+            from radixrt.workers.channel import Message, error_as_json
 
             link = super().start(number)
             link.said.clear()

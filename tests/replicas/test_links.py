@@ -18,8 +18,9 @@ from radixrt.errors import DeviceLostError, ParameterError
 from radixrt.output import RequestOutput
 from radixrt.replicas import links
 from radixrt.replicas.group import ReplicaGroup
-from radixrt.replicas.links import Placement, Process, Processes, placements
+from radixrt.replicas.links import Placement, Processes, placements
 from radixrt.sampling_params import SamplingParams
+from radixrt.workers.process import Process
 from tests.replicas.test_group import PARAMS, alone, records, told, tree
 from tests.support.runtimes import simulated_runtime
 
@@ -216,6 +217,21 @@ def test_cards_in_turn(
     assert {each.config.memory_fraction for each in placed} == ({0.95 / 2} if shared else {None})
     with pytest.raises(ParameterError, match="CUDA_VISIBLE_DEVICES"):
         placements(RuntimeConfig(device="cuda:1"), 2)
+
+
+def test_ranks_have_cards_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    import radixrt.execution.device
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    monkeypatch.setattr(radixrt.execution.device, "choose_device", lambda given: torch.device(given or "cuda"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config = RuntimeConfig(tensor_parallel_size=2)
+    for wanted, chosen in ((None, ["0,1", "2,3"]), (3, ["0,1", "2,3", "0,1"])):
+        assert [each.environment["CUDA_VISIBLE_DEVICES"] for each in placements(config, wanted)] == chosen
+    with pytest.raises(ParameterError, match="tensor_parallel_size is 6"):
+        placements(RuntimeConfig(tensor_parallel_size=6), None)
 
 
 def test_the_built_in_model_on_two_replicas(tmp_path: Path) -> None:

@@ -12,13 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixrt.config import RuntimeConfig
+from radixrt.config import RuntimeConfig, config_as_json
 from radixrt.errors import ModelError, ParameterError, PassError
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, Timings, TokenLogprob, Usage
 from radixrt.replicas.messages import (
-    config_as_json,
-    error_as_json,
-    error_of,
     output_as_json,
     output_of,
     requests_message,
@@ -27,6 +24,7 @@ from radixrt.replicas.messages import (
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.policy import SchedulePolicy
 from radixrt.schedule.request import Request
+from radixrt.workers.channel import error_as_json, error_of
 from tests.support.local_replicas import as_sent
 from tests.support.runtimes import scheduled_runtime
 

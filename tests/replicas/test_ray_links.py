@@ -25,10 +25,10 @@ from radixrt.config import RuntimeConfig
 from radixrt.errors import ModelError, ParameterError
 from radixrt.output import RequestOutput
 from radixrt.replicas import ray_links
-from radixrt.replicas.channel import Channel, Message, decode, encode
 from radixrt.replicas.group import ReplicaGroup
 from radixrt.replicas.ray_links import Actor, RayLink, RayLinks, connect
 from radixrt.sampling_params import SamplingParams
+from radixrt.workers.channel import Channel, Message, decode, encode
 from tests.replicas.test_group import records
 from tests.support.ray_session import ray_session
 

@@ -8,10 +8,10 @@ import json
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from radixrt.replicas.channel import Message
 from radixrt.replicas.links import Link
 from radixrt.replicas.worker import Server
 from radixrt.runtime import Runtime
+from radixrt.workers.channel import Message
 
 MOST_WAITS = 3000  # of a group, in a test
 

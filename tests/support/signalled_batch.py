@@ -86,7 +86,7 @@ def stand_in(runtime: type[FakeRuntime], builder: type[Builder]) -> Iterator[tup
     module = ModuleType("radixrt.frontend.request_builder")
     module.builder_without_weights = builder  # type: ignore[attr-defined]
     yield sys.modules, module.__name__, module  # type: ignore[misc]
-    checks = ModuleType("radixrt.assembly")
+    checks = ModuleType("radixrt.ranks.rank")
     checks.check_config = lambda config: None  # type: ignore[attr-defined]
     yield sys.modules, checks.__name__, checks  # type: ignore[misc]
 

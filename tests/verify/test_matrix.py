@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-import radixrt.assembly
+import radixrt.ranks.rank
 import radixrt.verify.matrix
 from radixrt.assembly import LoadedModel
 from radixrt.config import RuntimeConfig
@@ -86,8 +86,8 @@ def config(folder: Path) -> RuntimeConfig:
 @pytest.mark.usefixtures("row_by_row")
 def test_the_same_bits_in_every_situation(config: RuntimeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[Any] = []
-    load = radixrt.assembly.load_model
-    monkeypatch.setattr(radixrt.assembly, "load_model", lambda *a, **k: loaded.append(a) or load(*a, **k))
+    load = radixrt.ranks.rank.load_model
+    monkeypatch.setattr(radixrt.ranks.rank, "load_model", lambda *a, **k: loaded.append(a) or load(*a, **k))
     found = verify(prompts(), PARAMS, config=config, seeds=[0])
     assert found.same_bits, found.outcomes
     assert len(loaded) == 1  # all Runtimes share the weights

@@ -1,4 +1,4 @@
-"""Messages between a group and its replicas: JSON with an array of numbers, after their lengths; never code."""
+"""Messages between processes: JSON with an array of numbers, after their lengths; never code."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import json
 import select
 import socket
 import struct
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from radixrt import errors
 from radixrt.arrays import Int32Array
+from radixrt.errors import ModelError, RadixrtError
 
 _LENGTHS = struct.Struct("<IQ")  # bytes of the JSON and of the numbers that follow it
 _READ_AT_ONCE = 1 << 20
@@ -52,7 +56,8 @@ def decode(received: bytearray) -> list[Message]:
 
 
 class Channel:
-    """One end of a socket pair, in either mode: where the socket blocks, `send` and `receive` wait.
+    """One end of a socket pair, in either mode: where the socket blocks, `send` waits. Several threads may send
+    while one receives.
 
     Attributes:
         is_closed: the other end has gone; nothing will come any more.
@@ -61,6 +66,7 @@ class Channel:
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
         self._received, self._unsent = bytearray(), bytearray()
+        self._sending = threading.Lock()
         self.is_closed = False
 
     def fileno(self) -> int:
@@ -71,8 +77,10 @@ class Channel:
 
     def send(self, message: Message) -> None:
         """Send a message, or as much of it as there is room for: the rest goes with `flush`."""
-        self._unsent += encode(message)
-        self.flush()
+        encoded = encode(message)
+        with self._sending:
+            self._unsent += encoded
+            self._flush()
 
     @property
     def has_unsent(self) -> bool:
@@ -81,6 +89,10 @@ class Channel:
 
     def flush(self) -> None:
         """Send what there is room for; nothing once the other end has gone."""
+        with self._sending:
+            self._flush()
+
+    def _flush(self) -> None:
         while self._unsent and not self.is_closed:
             try:
                 sent = self._socket.send(self._unsent)
@@ -110,3 +122,15 @@ class Channel:
             self.is_closed = not read
             self._received += read
         return decode(self._received)
+
+
+def error_as_json(error: RadixrtError) -> list[str]:
+    """An error of ours by its name."""
+    return [type(error).__name__, str(error)]
+
+
+def error_of(value: Sequence[str]) -> RadixrtError:
+    """That error."""
+    kind = getattr(errors, value[0], ModelError)
+    error: RadixrtError = kind(value[1])
+    return error

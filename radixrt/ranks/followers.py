@@ -1,0 +1,242 @@
+"""The other ranks, as the first one sees them: started, told what to compute, and watched."""
+
+# Tests: tests/ranks/test_ranks.py
+
+from __future__ import annotations
+
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from radixrt.config import RuntimeConfig, config_as_json
+from radixrt.errors import DeviceLostError, ModelError, ParameterError, RadixrtError
+from radixrt.ranks.group import RankGroup, joined, waiting_store
+from radixrt.workers.channel import Message, error_of
+from radixrt.workers.process import Process
+
+PROGRAM = "radixrt.ranks.follower"
+BEAT_SECONDS = 2.0  # between two signs of life of a rank
+SILENCE_SECONDS = 15.0  # after which it counts as hanging
+PASS_SECONDS = 25.0  # of a pass on a GPU, likewise
+_LOOK_SECONDS = 0.2
+_STOPPED_SECONDS = 5.0  # between two looks: this process was stopped
+_REASON_SECONDS = 1.0  # in which a loss elsewhere is known, if that is why a pass failed here
+
+
+class Followers:
+    """Ranks 1 and up of a model, each in a process of its own on this host. A thread watches them: where one is
+    lost, all are ended, and what waits for them with them.
+
+    Args:
+        config: of the first rank's Runtime.
+        devices: of all ranks.
+    """
+
+    def __init__(self, config: RuntimeConfig, devices: list[torch.device]) -> None:
+        self._store, self._size = waiting_store(len(devices)), len(devices)
+        self._device, self._group = devices[0], RankGroup()
+        self._lost: str | None = None  # why
+        self._refusal: RadixrtError | None = None  # of one that could not be made
+        self._num_reloads = 0
+        self._looked_at = self._waits_from = 0.0
+        self._waits_since: float | None = None
+        self._is_closing = threading.Event()
+        self._lock = threading.Lock()  # of what follows
+        self._digests: dict[int, dict[int, int]] = {}  # of planned passes, by number and rank
+        self._watcher = threading.Thread(target=self._watch, name="radixrt-ranks", daemon=True)
+        self._processes: list[Process] = []
+        try:
+            for rank, device in enumerate(devices[1:], start=1):
+                own = config_as_json(config) | {"device": str(device)}
+                first = {"config": own, "rank": rank, "size": self._size, "port": self._store.port}
+                self._processes.append(Process(PROGRAM, {}, Message(first)))
+        except BaseException:
+            self.close()
+            raise
+
+    def join(self) -> RankGroup:
+        """The group of all ranks. Raises ModelError where one has ended before it could join."""
+        for rank in range(1, self._size):
+            self._wait_for("here", rank)
+        self._group = joined(self._store, 0, self._size, self._device)
+        return self._group
+
+    def wait_until_loaded(self) -> None:
+        """Wait until all have loaded their weights. Raises what one was refused by."""
+        for rank in range(1, self._size):
+            self._wait_for("loaded", rank)
+        self._looked_at = time.monotonic()
+        self._heard = dict.fromkeys(range(1, self._size), self._looked_at)
+        self._watcher.start()
+
+    def _wait_for(self, news: str, rank: int) -> None:
+        process = self._processes[rank - 1]
+        while True:
+            for message in process.receive():
+                if "refused" in message.body:
+                    raise error_of(message.body["refused"])
+                if "lost" in message.body:
+                    raise ModelError(f"rank {rank} cannot load the model: {message.body['lost']}")
+                if news in message.body:
+                    return
+            if process.is_closed:
+                raise ModelError(f"rank {rank} has ended while it loaded the model: {process.end()}")
+            process.channel.wait()
+
+    def reason_of(self, error: BaseException) -> RadixrtError | None:
+        """Why this rank could not be made, if that is why another one could not; None: by itself."""
+        if isinstance(error, RadixrtError) or not isinstance(error, Exception) or not self._watcher.is_alive():
+            return None
+        self._wait_until(lambda: self._lost is not None, _REASON_SECONDS)
+        return self._refusal or (None if self._lost is None else ModelError(self._lost))
+
+    def send(self, message: Message) -> None:
+        """Tell all of them. Raises DeviceLostError where one is lost."""
+        self.check()
+        try:
+            for process in self._processes:
+                process.send(message)
+            for process in self._processes:
+                while process.channel.has_unsent and self._lost is None:
+                    poll = select.poll()
+                    poll.register(process.channel, select.POLLOUT)
+                    poll.poll(1000 * _LOOK_SECONDS)
+                    process.channel.flush()
+        except (OSError, ValueError):  # the watching thread has closed it meanwhile
+            self.check()
+            raise
+        self.check()
+
+    def wait_for_reload(self) -> None:
+        """Until all have read other weights. Raises DeviceLostError where one could not."""
+        wanted = self._size - 1
+        self._wait_until(lambda: self._num_reloads == wanted or self._lost is not None, float("inf"))
+        self.check()
+        self._num_reloads = 0
+
+    def _wait_until(self, holds: Callable[[], bool], seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not holds() and time.monotonic() < end:
+            time.sleep(0.01)
+
+    @contextmanager
+    def waited_for(self) -> Iterator[None]:
+        """While this rank waits for a pass."""
+        self._waits_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waits_since = None
+
+    def check(self) -> None:
+        """Raise DeviceLostError where a rank is lost."""
+        if self._lost is not None:
+            raise DeviceLostError(self._lost)
+
+    def why_lost(self, error: Exception) -> str:
+        """End all after a pass that has raised here: because one of them is lost, or by itself."""
+        self._wait_until(lambda: self._lost is not None, _REASON_SECONDS)
+        self._lose(f"a pass has failed on rank 0: {type(error).__name__}: {error}")
+        assert self._lost is not None
+        return self._lost
+
+    def compare(self, number: int, digest: int) -> None:
+        """This rank's digest of what a pass was planned to compute; another one of another rank is a loss."""
+        self._compare(0, number, digest)
+
+    def close(self) -> None:
+        """End them: each by itself, or else at once."""
+        self._is_closing.set()
+        if self._watcher.is_alive() and self._watcher is not threading.current_thread():
+            self._watcher.join(5 * _LOOK_SECONDS)
+        for process in self._processes:
+            process.close()
+        for process in self._processes:
+            process.wait_for_end(5.0)
+
+    # -- in the watching thread ----------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        try:
+            self._look()
+        except Exception as error:
+            self._lose(f"what watches the ranks has failed: {error!r}")
+
+    def _look(self) -> None:
+        while not self._is_closing.is_set() and self._lost is None:
+            poll = select.poll()
+            for process in self._processes:
+                poll.register(process.channel, select.POLLIN)
+            poll.poll(1000 * _LOOK_SECONDS)
+            if self._is_closing.is_set():
+                return
+            for rank, process in enumerate(self._processes, start=1):
+                for message in process.channel.receive():
+                    self._hear(rank, message)
+                if process.is_closed:
+                    self._lose(f"rank {rank} of {self._size} has ended: {process.end()}")
+                    return
+            self._look_at_the_time()
+
+    def _hear(self, rank: int, message: Message) -> None:
+        self._heard[rank] = time.monotonic()
+        if "lost" in message.body:
+            self._lose(f"rank {rank} of {self._size}: {message.body['lost']}")
+        elif "refused" in message.body:
+            self._refusal = error_of(message.body["refused"])
+            self._lose(f"rank {rank} of {self._size}: {self._refusal}")
+        elif "reloaded" in message.body:
+            self._num_reloads += 1
+        elif "digest" in message.body:
+            self._compare(rank, *message.body["digest"])
+
+    def _compare(self, rank: int, number: int, digest: int) -> None:
+        with self._lock:
+            known = self._digests.setdefault(number, {})
+            known[rank] = digest
+            if len(known) == self._size:
+                del self._digests[number]
+        if len(set(known.values())) > 1:
+            self._lose(f"rank {rank} of {self._size} computes another pass {number} than others")
+
+    def _look_at_the_time(self) -> None:
+        now = time.monotonic()
+        if now - self._looked_at > _STOPPED_SECONDS:  # this process was: what waits begins anew
+            self._heard = dict.fromkeys(self._heard, now)
+            self._waits_from = now
+        self._looked_at = now
+        for rank, heard in self._heard.items():
+            if now - heard > SILENCE_SECONDS:
+                self._lose(f"rank {rank} of {self._size} hangs: nothing was heard of it for {now - heard:.0f} s")
+                return
+        if self._device.type != "cuda" or (since := self._waits_since) is None:
+            return
+        if (seconds := now - max(since, self._waits_from)) > PASS_SECONDS:
+            self._lose(f"a pass of {self._size} ranks has not ended after {seconds:.0f} s")
+
+    def _lose(self, why: str) -> None:
+        if self._lost is None:
+            self._lost = f"{why}; no rank can go on without the others: go on in a new process"
+        for process in self._processes:
+            process.end()
+        self._group.abort()
+
+
+def start_followers(config: RuntimeConfig, device: torch.device) -> Followers:
+    """The ranks beside the first one, which is on `device`: on the next cards, or on this host's processors.
+
+    Raises ParameterError where there are not so many cards.
+    """
+    size = config.tensor_parallel_size
+    if device.type != "cuda":
+        return Followers(config, [device] * size)
+    first = torch.cuda.current_device() if device.index is None else device.index
+    if first + size > (count := torch.cuda.device_count()):
+        raise ParameterError(
+            f"tensor_parallel_size is {size}, from cuda:{first} on, but torch sees {count} CUDA devices"
+        )
+    return Followers(config, [torch.device("cuda", first + rank) for rank in range(size)])

@@ -1,0 +1,129 @@
+"""What the first rank tells the others of a pass, as messages and back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memory_pool.kv_transfers import KVTransfer
+from memory_pool.req_to_token_pool import RowChanges
+from radixrt.arrays import Int32Array
+from radixrt.schedule.passes import Features, Pass, SamplingInputs
+from radixrt.workers.channel import Message
+
+Array = NDArray[Any]
+
+_CHANGES = tuple(field.name for field in fields(RowChanges))
+_ARRAYS = tuple(field.name for field in fields(Pass) if field.type == "Int32Array")
+_NUMBERS = tuple(field.name for field in fields(Pass) if field.type == "int")
+
+
+class PassWriter:
+    """Writes passes: the rows of those that decode the same requests as the pass before are sent once."""
+
+    def __init__(self) -> None:
+        self._rows: Int32Array | None = None
+
+    def message(self, pass_: Pass) -> Message:
+        """A pass as it is sent."""
+        sampling, is_same = pass_.sampling, pass_.req_pool_indices is self._rows
+        self._rows = pass_.req_pool_indices
+        arrays: dict[str, Array] = {name: getattr(pass_, name) for name in _ARRAYS}
+        if is_same:
+            del arrays["req_pool_indices"]
+        arrays |= {f"changes.{name}": getattr(pass_.row_changes, name) for name in _CHANGES}
+        arrays |= {f"draws.{name}": array for name, array in sampling.arrays.items()}
+        arrays["logits_rows"] = sampling.logits_rows
+        if sampling.masked is not None:
+            arrays["masked"] = sampling.masked
+        body = {
+            **{name: int(getattr(pass_, name)) for name in _NUMBERS},
+            "features": astuple(sampling.features),
+            "processed": None if sampling.processed is None else astuple(sampling.processed),
+            "num_top": sampling.num_top,
+        }
+        return _with_arrays({"launch": body}, arrays)
+
+
+class PassReader:
+    """Reads what a PassWriter has written, in the same order."""
+
+    def __init__(self) -> None:
+        self._rows: Int32Array | None = None
+
+    def pass_of(self, message: Message) -> Pass:
+        """The pass; `req_pool_indices` is the same array where it was."""
+        body, arrays = message.body["launch"], _arrays_of(message)
+        rows = arrays.get("req_pool_indices", self._rows)
+        assert rows is not None
+        self._rows = arrays["req_pool_indices"] = rows
+        processed = body["processed"]
+        own: dict[str, Any] = {name: arrays[name] for name in _ARRAYS} | {name: body[name] for name in _NUMBERS}
+        return Pass(
+            **own,
+            row_changes=RowChanges(**_part(arrays, "changes.")),
+            sampling=SamplingInputs(
+                arrays["logits_rows"],
+                Features(*body["features"]),
+                None if processed is None else Features(*processed),
+                body["num_top"],
+                _part(arrays, "draws."),
+                arrays.get("masked"),
+            ),
+        )
+
+
+def transfers_message(transfers: Iterable[KVTransfer]) -> Message:
+    """Transfers between the tiers, in order."""
+    arrays: dict[str, Array] = {}
+    directions = []
+    for nth, transfer in enumerate(transfers):
+        directions.append(transfer.to_host)
+        arrays |= {f"source{nth}": transfer.sources, f"target{nth}": transfer.targets}
+    return _with_arrays({"transfer": directions}, arrays)
+
+
+def transfers_of(message: Message) -> deque[KVTransfer]:
+    """These transfers."""
+    arrays, directions = _arrays_of(message), message.body["transfer"]
+    return deque(
+        KVTransfer(to_host, arrays[f"source{nth}"], arrays[f"target{nth}"])
+        for nth, to_host in enumerate(directions)
+    )
+
+
+def _with_arrays(body: dict[str, Any], arrays: Mapping[str, Array]) -> Message:
+    """A message that has arrays of numbers of any kind, each in whole words."""
+    told = [[name, array.dtype.str, *array.shape] for name, array in arrays.items()]
+    return Message({**body, "arrays": told}, np.concatenate([_EMPTY, *map(_words, arrays.values())]))
+
+
+_EMPTY = np.zeros(0, np.int32)
+
+
+def _words(array: Array) -> Int32Array:
+    whole = -(-array.nbytes // 4) * 4
+    return np.frombuffer(array.tobytes().ljust(whole, b"\0"), np.int32)
+
+
+def _arrays_of(message: Message) -> dict[str, Array]:
+    return dict(_read(message.body["arrays"], message.numbers))
+
+
+def _read(told: Sequence[Sequence[Any]], words: Int32Array) -> Iterator[tuple[str, Array]]:
+    begin = 0
+    for name, dtype, *shape in told:
+        num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        end = begin + -(-num_bytes // 4)
+        # A copy: arrays of 8 bytes want their own alignment.
+        yield name, words[begin:end].copy().view(np.uint8)[:num_bytes].view(dtype).reshape(shape)
+        begin = end
+
+
+def _part(arrays: Mapping[str, Array], prefix: str) -> dict[str, Array]:
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}

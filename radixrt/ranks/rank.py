@@ -1,0 +1,279 @@
+"""`assemble_rank`: from a `RuntimeConfig` to what one rank of a model has."""
+
+# Tests: tests/test_assembly.py, tests/ranks/test_ranks.py
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from layers.moe import SparseMoE
+from layers.products import ProductTable
+from layers.quantization import Quantization
+from layers.weight import Weight
+from memory_pool.req_to_token_pool import ReqToTokenPool
+from memory_pool.token_to_kv_pool import HostKVPool, TokenToKVPool
+from radixrt.builtin import MODEL_PATH
+from radixrt.config import RuntimeConfig
+from radixrt.errors import ParameterError
+from radixrt.execution.device import check_kernels, choose_device
+from radixrt.execution.kv_scales import calibrated_scales
+from radixrt.execution.memory_budget import (
+    host_pool_slots,
+    measured_pass_memory,
+    pool_slots,
+    room_for_passes,
+)
+from radixrt.execution.model_runner import ModelRunner, Tuning
+from radixrt.execution.products import compare_all
+from radixrt.limits import NO_PASSES, PassLimits, requests_at_once
+from radixrt.models.config import GENERATION_DEFAULTS, ModelConfig, generation_defaults
+from radixrt.models.decoder import Decoder
+from radixrt.models.loader import check_dtype, load_model, model_folder, reload_weights
+from radixrt.processors import usable_processors
+from radixrt.ranks.group import ALONE, RankGroup
+from radixrt.sampling_params import SamplingParams
+from triton_ops.e4m3 import E4M3, FIRST_CAPABILITY
+from triton_ops.implementation import runs_triton
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RankParts:
+    """What a rank of a model has: its weights, its part of the pool, and what computes passes with them."""
+
+    folder: Path
+    decoder: Decoder
+    config: ModelConfig  # of the whole model
+    limits: PassLimits
+    rows: ReqToTokenPool
+    kv_pool: TokenToKVPool
+    host_pool: HostKVPool | None
+    runner: ModelRunner
+    products: tuple[ProductTable, ...]  # of a deterministic model
+    seconds: Mapping[str, float]  # of the steps, as in Runtime
+
+    def reload(self, source: str | Path, before_change: Callable[[], None] = lambda: None) -> None:
+        """Read other weights of the same shape. Raises as `Runtime.update_weights`."""
+        reload_weights(self.decoder, self.config, source, before_change=before_change)
+        if self.kv_pool.scales is not None:
+            # Nothing is cached now, so nothing is read with other scales than it was stored with.
+            self.kv_pool.set_scales(calibrated_scales(self.decoder, self.decoder.placement.device))
+
+
+def check_config(config: RuntimeConfig) -> tuple[torch.device, bool, bool]:
+    """Check what of the options does not depend on the model. Raises as `Runtime` does.
+
+    Returns the device, whether kernels run on it as a GPU, and whether passes are captured.
+    """
+    device = choose_device(config.device)
+    check_kernels(config.impl, config.kv_dtype, device)
+    check_dtype(config.dtype)
+    _check_deterministic(config, device)
+    runs_kernels = device.type == "cuda" and runs_triton(config.impl, device)
+    return device, runs_kernels, _captures(config, runs_kernels)
+
+
+def _check_deterministic(config: RuntimeConfig, device: torch.device) -> None:
+    """Raise ParameterError where the options cannot promise equal bits."""
+    if not config.deterministic:
+        return
+    if config.kv_dtype == "fp8":
+        raise ParameterError(
+            "deterministic is True and kv_dtype is 'fp8', whose attention cannot promise equal bits; leave one of "
+            "them out"
+        )
+    if device.type == "cuda" and not runs_triton(config.impl, device):
+        raise ParameterError(
+            f"deterministic is True, but no kernels run on {device} with impl {config.impl!r}, and torch's sums "
+            "depend on the size of a pass there; install Triton and leave impl out, or leave deterministic out"
+        )
+
+
+def _captures(config: RuntimeConfig, runs_kernels: bool) -> bool:
+    """Whether passes are captured as graphs. Raises ParameterError if `cuda_graphs` demands the impossible."""
+    can_capture = runs_kernels and os.environ.get("TRITON_INTERPRET") != "1"
+    if config.cuda_graphs and not can_capture:
+        raise ParameterError(
+            f"cuda_graphs is True, but only kernels on a GPU can be captured; device is {config.device!r}"
+        )
+    return can_capture if config.cuda_graphs is None else config.cuda_graphs
+
+
+def assemble_rank(
+    config: RuntimeConfig,
+    folder: Path,
+    group: RankGroup = ALONE,
+    loaded: Callable[[], None] = lambda: None,
+    decoder: Decoder | None = None,
+) -> RankParts:
+    """Load a rank's part of the model in `folder`, make its pools, capture its graphs. Raises as `Runtime` does.
+
+    All ranks of the group do so at once; `loaded` is called once the weights are there. `decoder`: see `assemble`.
+    """
+    began = time.perf_counter()
+    device, runs_kernels, captures = check_config(config)
+    impl, on_gpu = config.impl, device.type == "cuda"
+    if not on_gpu or config.threads is not None:
+        torch.set_num_threads(config.threads or min(torch.get_num_threads(), usable_processors()))
+    tree = config.attention == "tree"
+
+    with ThreadPoolExecutor(max_workers=1) as background:
+        # A GPU's context keeps the driver as busy as reading a config, which imports transformers, keeps the host.
+        made = background.submit(lambda: torch.empty(1, device=device))
+        if decoder is None:
+            decoder, whole_config = load_model(
+                folder,
+                dtype=config.dtype,
+                device=device,
+                context_length=config.context_length,
+                load_format=config.load_format,
+                seed=config.seed or 0,
+                impl=impl,
+                deterministic=config.deterministic,
+                quantization=config.quantization,
+                ranks=group.ranks,
+            )
+        else:
+            whole_config = decoder.config
+        made.result()
+    loaded()
+    model_config = decoder.config
+    context_length = model_config.context_length
+    seconds = {"weights": time.perf_counter() - began}
+    kv_dtype = E4M3 if config.kv_dtype == "fp8" else decoder.placement.dtype
+    if kv_dtype == E4M3 and model_config.head_dim % 2:
+        raise ParameterError(f"kv_dtype is 'fp8', which wants an even head_dim; it is {model_config.head_dim}")
+    shape = (model_config.num_layers, model_config.num_kv_heads, model_config.head_dim)
+    bytes_per_slot = TokenToKVPool.bytes_per_slot(*shape, kv_dtype)
+    limits = _pass_limits(config, model_config, device, bytes_per_slot)
+    limits = replace(limits, max_running_requests=group.least(limits.max_running_requests))
+    captured = limits if captures else NO_PASSES
+    products_began = time.perf_counter()
+    on_device = torch.cuda.device(device) if on_gpu else nullcontext()
+    with torch.inference_mode(), on_device, room_for_passes():
+        products = compare_all(decoder, limits, Tuning.max_scored_at_once)
+    if products:
+        if on_gpu:
+            torch.cuda.empty_cache()  # of what was compared: the pool measures what is free
+        seconds["products"] = time.perf_counter() - products_began
+
+    _log_weights(decoder, config, folder, seconds["weights"], generation_defaults(folder))
+
+    # Before the pool takes the free memory: this needs some, too.
+    scales = calibrated_scales(decoder, device) if kv_dtype == E4M3 else None
+    rows = ReqToTokenPool(limits.num_rows, context_length)
+    memory_began, for_passes = time.perf_counter(), 0
+    if runs_kernels and config.max_total_tokens is None:  # references are not for passes of any size
+        with room_for_passes():
+            for_passes = measured_pass_memory(decoder, rows, limits, kv_dtype, captured=captured, tree=tree)
+    seconds["memory"] = time.perf_counter() - memory_began
+
+    share, wanted = config.share_of_memory(on_gpu=on_gpu), config.max_total_tokens
+    if not on_gpu:
+        share /= group.ranks.size  # all ranks take of the same memory
+    slots = pool_slots(device, bytes_per_slot, memory_fraction=share, max_total_tokens=wanted, promised=for_passes)
+    slots = group.least(slots)
+    kv_pool = TokenToKVPool(slots, *shape, dtype=kv_dtype, device=device)
+    if scales is not None:
+        kv_pool.set_scales(scales)
+    host_pool = None
+    promised = 0 if on_gpu else slots * bytes_per_slot
+    if host_slots := group.least(host_pool_slots(config.host_memory_gb, bytes_per_slot, promised=promised)):
+        try:
+            host_pool = HostKVPool(host_slots, kv_pool)
+        except RuntimeError as error:
+            raise ParameterError(f"host_memory_gb is {config.host_memory_gb:g}: {error}") from error
+
+    runner = ModelRunner(decoder, rows, kv_pool, device, host_pool, captured=captured, tree=tree)
+    graphs_began = time.perf_counter()
+    with room_for_passes():
+        runner.capture_graphs()
+    ended = time.perf_counter()
+    seconds |= {"graphs": ended - graphs_began, "total": ended - began}
+    pool_bytes, captured_graphs = slots * bytes_per_slot, len(runner.executor.graphs)
+    _log.info("KV pool: %s tokens, %.2f GiB in %s", f"{slots - 1:,}", pool_bytes / 2**30, kv_dtype)
+    if products:
+        replaced = sum(bool(table.ordered) for table in products)
+        told = "products: %d shapes compared in %.1f s; torch's are replaced at some sizes in %d of them"
+        _log.info(told, len(products), seconds["products"], replaced)
+    if captured_graphs:
+        _log.info("graphs: %d captured in %.1f s", captured_graphs, seconds["graphs"])
+    _log.info("ready after %.1f s", seconds["total"])
+    return RankParts(folder, decoder, whole_config, limits, rows, kv_pool, host_pool, runner, products, seconds)
+
+
+def _pass_limits(
+    config: RuntimeConfig, model: ModelConfig, device: torch.device, bytes_per_slot: int
+) -> PassLimits:
+    """The limits of a pass, once the weights are in place: on a GPU, as many requests at once as memory allows."""
+    on_gpu, wanted = device.type == "cuda", config.max_total_tokens
+    limits = config.pass_limits(on_gpu=on_gpu)
+    if not on_gpu or config.max_running_requests is not None:
+        return limits
+    share = config.share_of_memory(on_gpu=on_gpu)
+    free = int(torch.cuda.mem_get_info(device)[0] * share)
+    pool = free if wanted is None else wanted * bytes_per_slot
+    sizes = {"context_length": model.context_length, "vocab_size": model.vocab_size}
+    running = requests_at_once(limits.max_running_requests, free, pool, bytes_per_slot, **sizes)
+    return replace(limits, max_running_requests=running)
+
+
+def folder_of(config: RuntimeConfig) -> Path:
+    source = MODEL_PATH if config.model is None else config.model
+    return model_folder(source, weights=config.load_format != "dummy", revision=config.revision)
+
+
+def _log_weights(
+    decoder: Decoder, config: RuntimeConfig, folder: Path, seconds: float, own_defaults: SamplingParams
+) -> None:
+    """Log what was loaded, and what generation_config.json says of parameters, used or not."""
+    size = sum(weight.numel() * weight.itemsize for weight in decoder.parameters())
+    kind = "random weights" if config.load_format == "dummy" else "weights"
+    where = f"{decoder.placement.dtype} on {decoder.placement.device}"
+    _log.info("%s of %s: %s bytes, %s, in %.1f s", kind, folder, f"{size:,}", where, seconds)
+    if decoder.placement.quantization is not None:
+        _log_quantization(decoder, decoder.placement.quantization)
+    named = {name: getattr(own_defaults, name) for name in GENERATION_DEFAULTS}
+    if own := {name: value for name, value in named.items() if value != getattr(SamplingParams(), name)}:
+        used = "used where none are given" if config.generation_config == "auto" else "not used"
+        how = "" if config.generation_config == "auto" else '; generation_config="auto" uses them'
+        _log.info("parameters of its generation_config.json are %s: %s%s", used, own, how)
+
+
+def _log_quantization(decoder: Decoder, quantization: Quantization) -> None:
+    """Log how much is held quantised, and warn of what is quantised in the checkpoint but not here."""
+    weights = [module for module in decoder.modules() if isinstance(module, Weight)]
+    held = sum(weight.shape.numel() for weight in weights if weight.scale is not None)
+    placement, mixtures = decoder.placement, [one for one in decoder.modules() if isinstance(one, SparseMoE)]
+    experts = any(isinstance(one.gate_up, nn.Parameter) for one in mixtures)  # else they are quantised
+    numbers, in_int4 = quantization.numbers, quantization.words is not None
+    if not placement.holds_quantised:
+        needs = "float16 or bfloat16" if in_int4 else f"a GPU of compute capability {FIRST_CAPABILITY / 10}"
+        _log.warning(
+            "weights of %s are held in %s: their products need kernels and %s, and the model is on %s, with impl "
+            "%r",
+            *(numbers, placement.dtype, needs, placement.device, placement.impl),
+        )
+        return
+    _log.info("%s weights are held in %s", f"{held:,}", numbers)
+    if experts:
+        _log.warning(
+            "the weights of experts are held in %s: their products are not in %s", placement.dtype, numbers
+        )
+    if cut := sum(weight.scale is None and weight.quantization is not None for weight in weights):
+        _log.warning(
+            "%d weights are held in %s: their checkpoint leaves a part as it is, or stores blocks or groups that "
+            "parts of a stack or their sizes do not keep to",
+            *(cut, placement.dtype),
+        )

@@ -1,0 +1,86 @@
+"""What a pass is survives its way to another rank."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+
+from memory_pool.kv_transfers import KVTransfer
+from radixrt.execution.model_runner import ModelRunner
+from radixrt.ranks.messages import PassReader, PassWriter, transfers_message, transfers_of
+from radixrt.runtime import Runtime
+from radixrt.sampling_params import SamplingParams
+from radixrt.schedule.passes import Pass, SamplingInputs
+from radixrt.workers.channel import decode, encode
+
+
+def check_same(own: Any, other: Any) -> None:
+    """Of one type, and the same in all fields, dtypes too."""
+    for field in fields(own):
+        mine, theirs = getattr(own, field.name), getattr(other, field.name)
+        if field.name == "sampling" or field.name == "row_changes":
+            check_same(mine, theirs)
+        elif isinstance(mine, np.ndarray):
+            assert mine.dtype == theirs.dtype, field.name
+            np.testing.assert_array_equal(mine, theirs, err_msg=field.name)
+        elif isinstance(own, SamplingInputs) and field.name == "arrays":
+            assert list(mine) == list(theirs)
+            for name in mine:
+                assert mine[name].dtype == theirs[name].dtype, name
+                np.testing.assert_array_equal(mine[name], theirs[name], err_msg=name)
+        else:
+            assert mine == theirs, field.name
+
+
+def test_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of all kinds of draws: also which of them are of the same requests as the pass before."""
+    passes: list[Pass] = []
+    launch = ModelRunner.launch
+
+    def watched(self: ModelRunner, pass_: Pass) -> object:
+        passes.append(pass_)
+        return launch(self, pass_)
+
+    monkeypatch.setattr(ModelRunner, "launch", watched)
+    params = [
+        SamplingParams(max_new_tokens=9, temperature=0.0),
+        SamplingParams(max_new_tokens=7, temperature=0.9, top_p=0.8, n=3),
+        SamplingParams(max_new_tokens=8, temperature=0.7, top_k=5, min_p=0.1, repetition_penalty=1.2, logprobs=3),
+        SamplingParams(max_new_tokens=5, prompt_logprobs=2, logit_bias={5: -3.0}),
+        SamplingParams(max_new_tokens=6, regex="[a-z ]+"),
+    ]
+    with Runtime(device="cpu", max_total_tokens=2000, chunked_prefill_size=16) as runtime:
+        runtime.generate([f"The bay {'of Oslo ' * k}is" for k in range(len(params))], params)
+    writer, reader, last = PassWriter(), PassReader(), None
+    kept = 0
+    for pass_ in passes:
+        received = bytearray(encode(writer.message(pass_)))
+        (message,) = decode(received)
+        back = reader.pass_of(message)
+        check_same(pass_, back)
+        if last is not None:
+            same = pass_.req_pool_indices is last[0].req_pool_indices
+            assert (back.req_pool_indices is last[1].req_pool_indices) == same
+            kept += same
+        last = pass_, back
+    assert kept
+    assert any(pass_.sampling.masked is not None for pass_ in passes)
+    assert any(pass_.sampling.processed is not None for pass_ in passes)
+    assert any(len(pass_.scored) for pass_ in passes)
+
+
+def test_transfers() -> None:
+    """In order, with their directions."""
+    given = [
+        KVTransfer(to_host, np.arange(count, dtype=np.int32), np.arange(5, 5 + count, dtype=np.int32))
+        for to_host, count in ((True, 3), (False, 1), (True, 0))
+    ]
+    (message,) = decode(bytearray(encode(transfers_message(given))))
+    back = transfers_of(message)
+    assert isinstance(back, deque)
+    for own, other in zip(given, back, strict=True):
+        check_same(own, other)

@@ -1,0 +1,133 @@
+"""A Runtime of several ranks on a CPU: what it answers, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from radixrt.builtin import MODEL_PATH
+from radixrt.errors import DeviceLostError, ModelError, ParameterError
+from radixrt.output import RequestOutput
+from radixrt.ranks import followers, leading_runner
+from radixrt.runtime import Runtime
+from radixrt.sampling_params import SamplingParams
+
+LINES = [f"Mira likes Oslo.\nQ: {what}?\nA:" for what in ("Mira likes", "Who likes Oslo", "What is Oslo")]
+PARAMS = [
+    SamplingParams(max_new_tokens=12, temperature=0.0),
+    SamplingParams(max_new_tokens=8, temperature=0.8, seed=5, n=3),
+    SamplingParams(max_new_tokens=10, temperature=0.0, logprobs=2, prompt_logprobs=1),
+]
+
+
+def runtime(size: int, **options: object) -> Runtime:
+    """Of the built-in model, in float32."""
+    told = {"device": "cpu", "max_total_tokens": 800, "chunked_prefill_size": 24, "threads": 1} | options
+    return Runtime(tensor_parallel_size=size, **told)  # type: ignore[arg-type]
+
+
+def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[tuple[int, ...]]]:
+    return [[answer.token_ids for answer in output.outputs] for output in outputs]
+
+
+def ranks_of_this_process() -> list[psutil.Process]:
+    """Those that run."""
+    return [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if followers.PROGRAM in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE
+    ]
+
+
+@contextmanager
+def none_left() -> Iterator[None]:
+    """After what is inside no process of a rank runs."""
+    before = {child.pid for child in ranks_of_this_process()}
+    yield
+    end = time.monotonic() + 20
+    while left := {child.pid for child in ranks_of_this_process()} - before:
+        assert time.monotonic() < end, left
+        time.sleep(0.05)
+
+
+def test_answers_are_those_of_one_rank() -> None:
+    """Greedy and drawn, chunked, cold and warm, several to a prompt; of a retraction, too."""
+    with runtime(1) as alone:
+        expected = [alone.generate(LINES, PARAMS) for _ in range(2)]
+        scores = [output.outputs[0].logprobs for output in expected[0]]  # type: ignore[union-attr]
+    with none_left(), runtime(2) as both:
+        assert len(ranks_of_this_process()) == 1
+        found = [both.generate(LINES, PARAMS) for _ in range(2)]
+        for own, other in zip(expected, found, strict=True):
+            assert tokens_of(own) == tokens_of(other)  # type: ignore[arg-type]
+        again = both.generate(LINES, PARAMS)
+        assert again[0].usage.cached_tokens > 0  # type: ignore[index]
+    logprobs = found[0][2].outputs[0].logprobs  # type: ignore[index]
+    assert scores[2] is not None
+    assert logprobs is not None
+    for mine, theirs in zip(scores[2], logprobs, strict=True):
+        assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+    with pytest.raises(ParameterError, match="save_cache"), runtime(2) as both:
+        both.save_cache("cache.safetensors")
+
+
+def test_forms_two_tiers_and_a_small_pool() -> None:
+    """Masks and transfers reach all ranks; answers are retracted where the pool is too small for all."""
+    params = [SamplingParams(max_new_tokens=30, temperature=0.0, regex="( [a-z]+)+[.]"), *PARAMS[:2]]
+    lines = [line + " " + str(k) for k in range(4) for line in LINES]
+    options = {"max_total_tokens": 90, "host_memory_gb": 0.01}
+    given = [params[k % 3] for k in range(len(lines))]
+    with runtime(1, **options) as alone:
+        expected = [tokens_of(alone.generate(lines, given)) for _ in range(2)]  # type: ignore[arg-type]
+        assert alone.parts.scheduler.num_retractions
+    with runtime(2, **options) as both:
+        assert [tokens_of(both.generate(lines, given)) for _ in range(2)] == expected  # type: ignore[arg-type]
+
+
+def test_other_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks read them; a folder that is none changes nothing. Another plan on one rank ends all."""
+    with none_left(), runtime(2) as both:
+        expected = both.generate(LINES, PARAMS)
+        with pytest.raises(ModelError):
+            both.update_weights(tmp_path)
+        both.update_weights(MODEL_PATH)
+        found = both.generate(LINES, PARAMS)
+        assert tokens_of(found) == tokens_of(expected)  # type: ignore[arg-type]
+        assert found[0].usage == expected[0].usage  # type: ignore[index]  # of no prefix of before
+        monkeypatch.setattr(leading_runner, "digest_of", lambda runner: -1)
+        with pytest.raises(DeviceLostError, match="another pass"):
+            both.generate(LINES * 20, SamplingParams(max_new_tokens=200, ignore_eos=True))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_lost_ends_all(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that dies at once, one that hangs after its silence; no process is left."""
+    monkeypatch.setattr(followers, "SILENCE_SECONDS", 5.0)
+    with none_left():
+        both = runtime(2)
+        (rank,) = ranks_of_this_process()
+        os.kill(rank.pid, number)
+        began = time.monotonic()
+        with pytest.raises(DeviceLostError, match="rank 1 of 2"):
+            both.generate(LINES * 20, SamplingParams(max_new_tokens=100, ignore_eos=True))
+        assert time.monotonic() - began < 30
+        with pytest.raises(DeviceLostError):
+            both.generate(LINES[0])
+        both.close()
+
+
+def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
+    """By name; no process is left."""
+    with none_left(), pytest.raises(ModelError, match="tensor_parallel_size"):
+        runtime(7)
+    with none_left(), pytest.raises(ModelError, match=r"config\.json"):
+        runtime(2, model=tmp_path)
+    with pytest.raises(ParameterError, match="tensor_parallel_size"):
+        runtime(0)
