@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from radixrt.models.decoder import Decoder
 from radixrt.models.registry import find_architecture
 from radixrt.ranks.followers import Followers, start_followers
 from radixrt.ranks.leading_runner import LeadingRunner
-from radixrt.ranks.rank import RankParts, assemble_rank, check_config, folder_of
+from radixrt.ranks.rank import RankParts, assemble_rank, check_config, context_beside, folder_of
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.policy import SchedulePolicy, SchedulerConfig
 from radixrt.schedule.scheduler import Scheduler
@@ -84,20 +86,23 @@ def assemble(config: RuntimeConfig, decoder: Decoder | None = None) -> Parts:
     """Load the model, make its pools, and capture its graphs, on all ranks. Raises as `Runtime` does.
 
     A `decoder` that another Runtime of the same model, dtype, device, context, impl and mode has loaded is used as
-    it is: Runtimes may share weights, as long as nobody changes them.
+    it is, for one rank: Runtimes may share weights, as long as nobody changes them.
     """
+    began = time.perf_counter()
     device, _, _ = check_config(config)
     folder = folder_of(config)
-    tokenizer = chatting_tokenizer(folder, config.chat_template_kwargs)  # a mistake shows before the weights
+    with context_beside(device):
+        tokenizer = chatting_tokenizer(folder, config.chat_template_kwargs)  # a mistake shows before the weights
     if config.tensor_parallel_size > 1:  # what does not divide is refused before processes are started
         architecture = find_architecture(read_architecture(folder))
         architecture.config_class.from_folder(folder).for_ranks(config.tensor_parallel_size)
     followers = None if config.tensor_parallel_size == 1 else start_followers(config, device)
     try:
         if followers is None:
-            return _assembled(config, tokenizer, assemble_rank(config, folder, decoder=decoder), None)
-        parts = assemble_rank(config, folder, followers.join(), followers.wait_until_loaded)
-        return _assembled(config, tokenizer, parts, followers)
+            rank = assemble_rank(config, folder, decoder=decoder)
+        else:
+            rank = assemble_rank(config, folder, followers.join(), followers.wait_until_loaded)
+        parts = _assembled(config, tokenizer, rank, followers)
     except BaseException as error:
         if followers is not None:
             why = followers.reason_of(error)
@@ -105,6 +110,9 @@ def assemble(config: RuntimeConfig, decoder: Decoder | None = None) -> Parts:
             if why is not None:
                 raise why from error
         raise
+    total = time.perf_counter() - began
+    _log.info("ready after %.1f s", total)
+    return replace(parts, start_up={**parts.start_up, "total": total})
 
 
 def _assembled(

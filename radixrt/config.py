@@ -129,8 +129,12 @@ class RuntimeConfig:
             check_int("max_total_tokens", self.max_total_tokens, 1, 2**40)
         if self.memory_fraction is not None:
             check_float("memory_fraction", self.memory_fraction, 0.0, 1.0, above=True)
-        most = {"max_running_requests": 2**16, "chunked_prefill_size": 2**20, "threads": 2**16}
-        most["tensor_parallel_size"] = 64
+        most = {
+            "tensor_parallel_size": 64,
+            "max_running_requests": 2**16,
+            "chunked_prefill_size": 2**20,
+            "threads": 2**16,
+        }
         for name, high in most.items():
             if (number := getattr(self, name)) is not None:
                 object.__setattr__(self, name, check_int(name, number, 1, high))

@@ -144,9 +144,16 @@ class Followers:
         assert self._lost is not None
         return self._lost
 
-    def compare(self, number: int, digest: int) -> None:
-        """This rank's digest of what a pass was planned to compute; another one of another rank is a loss."""
-        self._compare(0, number, digest)
+    def compare(self, rank: int, number: int, digest: int) -> None:
+        """A rank's digest of what a pass was planned to compute, of either thread; ranks that differ are lost."""
+        with self._lock:
+            known = self._digests.setdefault(number, {})
+            known[rank] = digest
+            if len(known) == self._size:
+                del self._digests[number]
+            differ = len({*known.values()}) > 1
+        if differ:
+            self._lose(f"rank {rank} of {self._size} computes another pass {number} than others")
 
     def close(self) -> None:
         """End them: each by itself, or else at once."""
@@ -192,16 +199,7 @@ class Followers:
         elif "reloaded" in message.body:
             self._num_reloads += 1
         elif "digest" in message.body:
-            self._compare(rank, *message.body["digest"])
-
-    def _compare(self, rank: int, number: int, digest: int) -> None:
-        with self._lock:
-            known = self._digests.setdefault(number, {})
-            known[rank] = digest
-            if len(known) == self._size:
-                del self._digests[number]
-        if len(set(known.values())) > 1:
-            self._lose(f"rank {rank} of {self._size} computes another pass {number} than others")
+            self.compare(rank, *message.body["digest"])
 
     def _look_at_the_time(self) -> None:
         now = time.monotonic()

@@ -42,7 +42,7 @@ class LeadingRunner:
         self._followers.send(self._writer.message(pass_))
         handle = self._own.launch(pass_)
         if self._num_launched % COMPARE_EVERY == 0:
-            self._followers.compare(self._num_launched, digest_of(self._own))
+            self._followers.compare(0, self._num_launched, digest_of(self._own))
         self._num_launched += 1
         return handle
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -61,7 +61,7 @@ class RankParts:
     host_pool: HostKVPool | None
     runner: ModelRunner
     products: tuple[ProductTable, ...]  # of a deterministic model
-    seconds: Mapping[str, float]  # of the steps, as in Runtime
+    seconds: Mapping[str, float]  # of the steps, as in Runtime, without their total
 
     def reload(self, source: str | Path, before_change: Callable[[], None] = lambda: None) -> None:
         """Read other weights of the same shape. Raises as `Runtime.update_weights`."""
@@ -110,6 +110,17 @@ def _captures(config: RuntimeConfig, runs_kernels: bool) -> bool:
     return can_capture if config.cuda_graphs is None else config.cuda_graphs
 
 
+@contextmanager
+def context_beside(device: torch.device) -> Iterator[None]:
+    """A GPU's context is made beside what is done inside: it keeps the driver as busy as reading a config, which
+    imports transformers, keeps the host.
+    """
+    with ThreadPoolExecutor(max_workers=1) as background:
+        made = background.submit(lambda: torch.empty(1, device=device))
+        yield
+        made.result()
+
+
 def assemble_rank(
     config: RuntimeConfig,
     folder: Path,
@@ -128,10 +139,8 @@ def assemble_rank(
         torch.set_num_threads(config.threads or min(torch.get_num_threads(), usable_processors()))
     tree = config.attention == "tree"
 
-    with ThreadPoolExecutor(max_workers=1) as background:
-        # A GPU's context keeps the driver as busy as reading a config, which imports transformers, keeps the host.
-        made = background.submit(lambda: torch.empty(1, device=device))
-        if decoder is None:
+    if decoder is None:
+        with context_beside(device):
             decoder, whole_config = load_model(
                 folder,
                 dtype=config.dtype,
@@ -144,9 +153,8 @@ def assemble_rank(
                 quantization=config.quantization,
                 ranks=group.ranks,
             )
-        else:
-            whole_config = decoder.config
-        made.result()
+    else:
+        whole_config = decoder.config
     loaded()
     model_config = decoder.config
     context_length = model_config.context_length
@@ -199,8 +207,7 @@ def assemble_rank(
     graphs_began = time.perf_counter()
     with room_for_passes():
         runner.capture_graphs()
-    ended = time.perf_counter()
-    seconds |= {"graphs": ended - graphs_began, "total": ended - began}
+    seconds["graphs"] = time.perf_counter() - graphs_began
     pool_bytes, captured_graphs = slots * bytes_per_slot, len(runner.executor.graphs)
     _log.info("KV pool: %s tokens, %.2f GiB in %s", f"{slots - 1:,}", pool_bytes / 2**30, kv_dtype)
     if products:
@@ -209,7 +216,6 @@ def assemble_rank(
         _log.info(told, len(products), seconds["products"], replaced)
     if captured_graphs:
         _log.info("graphs: %d captured in %.1f s", captured_graphs, seconds["graphs"])
-    _log.info("ready after %.1f s", seconds["total"])
     return RankParts(folder, decoder, whole_config, limits, rows, kv_pool, host_pool, runner, products, seconds)
 
 
@@ -230,6 +236,7 @@ def _pass_limits(
 
 
 def folder_of(config: RuntimeConfig) -> Path:
+    """The folder of the options' model. Raises ModelError where there is none."""
     source = MODEL_PATH if config.model is None else config.model
     return model_folder(source, weights=config.load_format != "dummy", revision=config.revision)
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from memory_pool.kv_transfers import KVTransfer
+from memory_pool.req_to_token_pool import ReqToTokenPool
 from radixrt.execution.model_runner import ModelRunner
+from radixrt.ranks.follower import Follower
 from radixrt.ranks.messages import PassReader, PassWriter, transfers_message, transfers_of
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
@@ -71,6 +74,43 @@ def test_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(pass_.sampling.masked is not None for pass_ in passes)
     assert any(pass_.sampling.processed is not None for pass_ in passes)
     assert any(len(pass_.scored) for pass_ in passes)
+
+
+def test_a_follower_s_table_is_the_first_rank_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each launch, at all positions that the pass reads or writes: plans of attention are made of these."""
+    launched: list[tuple[Pass, list[Any]]] = []
+    launch = ModelRunner.launch
+
+    def watched(self: ModelRunner, pass_: Pass) -> object:
+        rows = zip(pass_.req_pool_indices, pass_.seq_lens, strict=True)
+        launched.append((pass_, [table[row, :end].copy() for row, end in rows]))
+        return launch(self, pass_)
+
+    monkeypatch.setattr(ModelRunner, "launch", watched)
+    with Runtime(device="cpu", max_total_tokens=150, chunked_prefill_size=16) as runtime:
+        table = runtime.parts.scheduler.cache.rows.req_to_token
+        prompts = [f"The bay {'of Oslo ' * (k % 4)}is {k % 3}" for k in range(12)]
+        runtime.generate(prompts, SamplingParams(max_new_tokens=20, temperature=1.0, ignore_eos=True))
+
+    class Runner:
+        """Looks at the table in place of computing."""
+
+        expected: list[Any]
+
+        def launch(self, pass_: Pass) -> None:
+            for row, end, slots in zip(pass_.req_pool_indices, pass_.seq_lens, self.expected, strict=True):
+                np.testing.assert_array_equal(rows.req_to_token[row, :end], slots)
+
+        def collect(self, handle: object) -> None: ...
+
+        launched_words = np.zeros(0, np.int32)
+
+    rows = ReqToTokenPool(*table.shape)
+    parts: Any = SimpleNamespace(rows=rows, runner=Runner())
+    follower, writer = Follower(parts), PassWriter()
+    for pass_, parts.runner.expected in launched:
+        follower.handle(writer.message(pass_))
+    assert len(launched) > 20
 
 
 def test_transfers() -> None:

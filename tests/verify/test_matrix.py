@@ -224,6 +224,8 @@ def test_what_cannot_be_verified_is_refused(config: RuntimeConfig) -> None:
         verify([], PARAMS, config=config)
     with pytest.raises(ParameterError, match="seeds is empty"):
         verify([[5]], PARAMS, config=config, seeds=[])
+    with pytest.raises(ParameterError, match="tensor_parallel_size"):
+        verify([[5]], PARAMS, config=replace(config, tensor_parallel_size=2))
     with pytest.raises(
         ParameterError, match=r"there is no situation 'warmer' here; there are repeated, warm, cut-7"
     ):
