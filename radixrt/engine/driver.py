@@ -67,8 +67,10 @@ class Driver:
     def has_work(self) -> bool:
         """Whether requests have not ended, or passes are in flight, and there can be a next step."""
         engine = self.check_open()
-        is_cut = engine.is_cut and self._owner in (None, threading.get_ident())  # else a step is on its way
-        return (bool(self._inbox or self._ended) or engine.has_work) and not is_cut
+        with self._mutex:  # or a step might end, and its thread give back the turn, just as this one looks
+            if engine.is_cut:  # in two; or a step is on its way
+                return self._owner not in (None, threading.get_ident())
+        return bool(self._inbox or self._ended) or engine.has_work
 
     @property
     def num_waiting(self) -> int:

@@ -577,6 +577,55 @@ def test_ids_of_the_callers(builtin: Runtime) -> None:
 # -- closed ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("moment", ["answers have ended", "the turn is given back"])
+def test_there_is_work_until_a_step_has_ended(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    """Another thread looks within the last step, when no answer is left, or just as that thread goes home."""
+    parts = simulated_parts(ConstantRunner(ord("x")), RunLimits(400, 1), 40, vocab_size=256, tokenizer=letters())
+    engine, looks, looked = parts.engine, threading.Event(), threading.Event()
+    seen: list[bool] = []
+
+    def look() -> None:
+        looks.wait(PATIENCE)
+        seen.append(runtime.has_work)
+        looked.set()
+
+    process, reads = engine.scheduler.process, []
+
+    def booked(*arguments: Any) -> list[Answer]:
+        ended = process(*arguments)
+        if not engine.has_work:
+            looks.set()
+            (looked if moment == "answers have ended" else begun).wait(PATIENCE)
+        return ended
+
+    begun = threading.Event()
+
+    def is_cut(engine: Any) -> bool:
+        value = engine.__dict__["is_cut"]
+        if threading.current_thread() is looker and moment == "the turn is given back":
+            reads.append(value)
+            begun.set()
+            stepper.join(0.2)  # it cannot end before this thread has looked
+        return value
+
+    monkeypatch.setattr(engine.scheduler, "process", booked)
+    monkeypatch.setattr(type(engine), "is_cut", property(is_cut, _set_is_cut), raising=False)
+    with Runtime.from_parts(parts) as runtime:
+        looker = threading.Thread(target=look)
+        stepper = threading.Thread(target=runtime.generate, args=([1], SHORT))
+        for thread in (looker, stepper):
+            thread.start()
+        for thread in (looker, stepper):
+            thread.join(PATIENCE)
+        assert seen == [True]
+        assert reads in ([], [True])
+        assert not runtime.has_work
+
+
+def _set_is_cut(engine: Any, value: bool) -> None:
+    engine.__dict__["is_cut"] = value
+
+
 def test_close_during_a_stream(folder: Path) -> None:
     with Runtime(device=torch.get_default_device(), max_total_tokens=4000) as runtime:
         begun, closed = threading.Event(), threading.Event()
