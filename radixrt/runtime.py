@@ -7,8 +7,8 @@ import inspect
 import itertools
 import logging
 import sys
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -23,6 +23,7 @@ from radixrt.cache.prefix_cache import CacheStats
 from radixrt.config import RuntimeConfig
 from radixrt.engine.calls import OutputCall, StreamCall
 from radixrt.engine.driver import Driver
+from radixrt.engine.live_stream import LiveStream
 from radixrt.engine.parts import Parts
 from radixrt.engine.session import Session
 from radixrt.engine.signals import deferred
@@ -297,10 +298,31 @@ class Runtime:
 
         The last chunk of each prompt has its output. Arguments and errors are those of `generate`.
         """
+        return self._async_chunks(self._listed(prompts, sampling_params, tenant), 1)
+
+    @asynccontextmanager
+    async def live_stream(
+        self,
+        prompts: Iterable[Prompt],
+        sampling_params: Params | Iterable[Params] = None,
+        *,
+        tenant: str | None = None,
+    ) -> AsyncIterator[LiveStream]:
+        """`async_stream_all` for a server of many streams: it takes chunks from a `LiveStream`, also by a function
+        that is called with each pass. Leaving the context ends what has not ended.
+        """
+        built = self._listed(prompts, sampling_params, tenant)
+        with self._driver.opened(StreamCall(1, self.tokenizer), by_task=True) as call:
+            self._driver.submit(await self._in_thread(built), call)
+            yield LiveStream(self._driver, call)
+
+    def _listed(
+        self, prompts: Iterable[Prompt], sampling_params: Params | Iterable[Params], tenant: str | None
+    ) -> Callable[[], list[Request]]:
         listed, _ = listed_prompts(prompts)
         build = partial(self._builder.build_all, streams=True)
         built = self._numbered(build, listed, sampling_params, True, tenant, None, "raise")
-        return self._async_chunks(lambda: built()[1], 1)
+        return lambda: built()[1]
 
     async def _async_chunks(
         self, built: Callable[[], list[Request]], interval: int

@@ -9,7 +9,7 @@ from typing import Generic, NamedTuple, TypeVar
 from radixrt.checks import check_int
 from radixrt.errors import PassError
 from radixrt.frontend.request_builder import OnError
-from radixrt.output import FinishReason, RequestOutput, StreamChunk, TokenLogprob
+from radixrt.output import FinishReason, RequestOutput, StreamChunk
 from radixrt.schedule.answer import Answer
 from radixrt.text.builder import Detokenizer
 from radixrt.text.tokenizer import Tokenizer
@@ -67,26 +67,25 @@ class OutputCall(PendingCall[RequestOutput]):
         return output
 
 
-class Piece(NamedTuple):
+class Note(NamedTuple):
     """What the thread that steps leaves of an answer: its part of a chunk takes as little time as can be."""
 
     answer: Answer
-    token_ids: list[int]
+    end: int  # of its known tokens
+    is_last: bool  # it has ended with them
     text: str | None  # None: it is made of the tokens, by who takes them
-    logprobs: list[TokenLogprob]
-    ending: tuple[FinishReason | None, int | str | None]
     output: RequestOutput | None
 
-    def followed_by(self, later: Piece) -> Piece:
+    def followed_by(self, later: Note) -> Note:
         """This one and the next of its answer as one."""
-        text = None if self.text is None or later.text is None else self.text + later.text
-        logprobs = self.logprobs + later.logprobs
-        return later._replace(token_ids=self.token_ids + later.token_ids, text=text, logprobs=logprobs)
+        if self.text is None or later.text is None:
+            return later
+        return later._replace(text=self.text + later.text)
 
 
-class StreamCall(PendingCall[Piece]):
+class StreamCall(PendingCall[Note]):
     """A call whose news are tokens as they come: of each answer the first, then `interval` of them at a time; the
-    last piece of a request has its output.
+    last note of a request has its output.
 
     Texts are made of the news with `tokenizer`, unless stops are looked for in them.
     """
@@ -95,71 +94,80 @@ class StreamCall(PendingCall[Piece]):
         super().__init__()
         self._interval = check_int("stream_interval", interval, 1, 2**31 - 1)
         self._tokenizer = tokenizer
-        self._seen: dict[Answer, int] = {}  # output tokens that were news
-        self._over: set[Answer] = set()  # whose last piece was news
+        self._noted: dict[Answer, int] = {}  # the end of each answer's latest note
+        self._over: set[Answer] = set()  # whose last note was news
+        self._taken: dict[Answer, int] = {}  # the end of what was taken of each
         self._texts: dict[Answer, Detokenizer] = {}  # those that are made of the news
 
     def catch_up(self, request_id: int | str) -> bool:
         """Add the new tokens of those of a request's answers that have enough of them to the news. Returns whether
         there are any.
         """
-        first = self.requests[request_id]
-        due = [] if first is None else [answer for answer in first.family if self._is_due(answer)]
-        self._news += [self._piece(answer) for answer in due]
-        return bool(due)
+        first, has_news = self.requests[request_id], False
+        if first is None:
+            return False
+        for answer in first.family if first.children else (first,):
+            noted, end = self._noted.get(answer), answer.known_len
+            due = answer.request.prompt_len + 1 if noted is None else noted + self._interval
+            if (end >= due or answer.finished) and answer not in self._over:
+                self._news.append(self._note(answer, end))
+                has_news = True
+        return has_news
 
-    def chunks(self, news: Iterable[Piece]) -> Iterator[StreamChunk]:
+    def chunks(self, news: Iterable[Note]) -> Iterator[StreamChunk]:
         """News as one chunk of each answer, those with outputs last: whoever takes them late gets fewer."""
-        pieces: dict[Answer, Piece] = {}
-        for piece in news:
-            before = pieces.get(piece.answer)
-            pieces[piece.answer] = piece if before is None else before.followed_by(piece)
-        return map(self._chunk, sorted(pieces.values(), key=lambda piece: piece.output is not None))
+        notes: dict[Answer, Note] = {}
+        for note in news:
+            before = notes.get(note.answer)
+            notes[note.answer] = note if before is None else before.followed_by(note)
+        found = list(notes.values())
+        if len(found) > 1:
+            found.sort(key=lambda note: note.output is not None)
+        return map(self._chunk, found)
 
-    def _is_due(self, answer: Answer) -> bool:
-        seen = self._seen.get(answer, 0)
-        enough = answer.num_output - seen >= (self._interval if seen else 1)
-        return answer not in self._over and (enough or answer.finished)
-
-    def _piece(self, answer: Answer, output: RequestOutput | None = None) -> Piece | Exception:
-        seen = self._seen.get(answer, 0)
-        ids = answer.output_ids()[seen:].tolist()
-        self._seen[answer] = seen + len(ids)
-        text = answer.text
+    def _note(self, answer: Answer, end: int, output: RequestOutput | None = None) -> Note | Exception:
+        self._noted[answer] = end
+        text, is_last = answer.text, answer.finished
+        if is_last:
+            self._over.add(answer)
+        if text is None:
+            return Note(answer, end, is_last, None, output)
         try:
-            if answer.finished:
-                self._over.add(answer)
-                if text is not None:
-                    text.finish()
-            delta = None if text is None else text.delta()
+            if is_last:
+                text.finish()
+            return Note(answer, end, is_last, text.delta(), output)
         except Exception as error:  # for its consumer: one request's text must not cost the others theirs
             return error
-        return Piece(answer, ids, delta, answer.log.logprobs[seen : seen + len(ids)], answer.ending(), output)
 
-    def _news_of(self, first: Answer, output: RequestOutput) -> Piece | Exception:
+    def _news_of(self, first: Answer, output: RequestOutput) -> Note | Exception:
         *others, last = [answer for answer in first.family if answer not in self._over]
-        self._news += map(self._piece, others)
-        return self._piece(last, output)
+        self._news += [self._note(answer, answer.known_len) for answer in others]
+        return self._note(last, last.known_len, output)
 
-    def _chunk(self, piece: Piece) -> StreamChunk:
-        answer, ids, text, logprobs, (reason, matched), output = piece
+    def _chunk(self, note: Note) -> StreamChunk:
+        answer, end, is_last, text, output = note
         request = answer.request
+        first = self._taken.get(answer, request.prompt_len)
+        self._taken[answer] = end
+        ids = answer.tokens_between(first, end).tolist()
+        reason, matched = answer.ending() if is_last else (None, None)
         return StreamChunk(
-            self._text(piece) if text is None else text,
+            self._text(answer, ids, reason, matched) if text is None else text,
             tuple(ids),
             output,
             request.id,
             answer.sample_index,
-            None if request.params.logprobs is None else tuple(logprobs),
+            None
+            if request.params.logprobs is None
+            else tuple(answer.log.logprobs[first - request.prompt_len : end - request.prompt_len]),
             reason,
             matched,
             request.index,
             request.prompt_len,
         )
 
-    def _text(self, piece: Piece) -> str:
+    def _text(self, answer: Answer, ids: list[int], reason: FinishReason | None, matched: int | str | None) -> str:
         """What becomes certain of an answer's text with these tokens."""
-        answer, ids, (reason, matched) = piece.answer, piece.token_ids, piece.ending
         params = answer.request.params
         if self._tokenizer is None or not params.detokenize:
             return ""

@@ -19,6 +19,7 @@ from radixrt.engine.calls import N, PendingCall, StreamCall
 from radixrt.engine.engine import Engine
 from radixrt.engine.gc_control import old_objects_left_alone
 from radixrt.engine.signals import deferred
+from radixrt.engine.wakers import WOKEN_AT_ONCE, Listener, Sleeper, Waker, wake_soon
 from radixrt.errors import ParameterError, RadixrtError
 from radixrt.output import RequestOutput
 from radixrt.schedule.answer import Answer
@@ -28,8 +29,6 @@ T = TypeVar("T")
 C = TypeVar("C", bound=PendingCall[Any])
 Call = PendingCall[Any]
 
-WOKEN_AT_ONCE = 16  # tasks, before others of the event loop have their turn
-
 _log = logging.getLogger(__name__)
 
 
@@ -37,10 +36,11 @@ class Driver:
     """Steps the engine for callers in any thread and hands each the news of its own requests.
 
     It has no thread of its own. A caller that waits takes the turn and steps for all, until there is news of its
-    call; then it passes the turn on to another that waits. Tasks of event loops sleep in futures, and one thread
-    of the loop's executor, the proxy, waits in their place. Others get their news when the next pass has been
-    launched: they have the interpreter while the device works, and do not delay its plan. An exception of a step
-    is raised to the caller that took it, from the proxy to all tasks; the others go on.
+    call; then it passes the turn on to another that waits. Tasks of event loops sleep in futures, or have a
+    function called for their news, and one thread of the loop's executor, the proxy, waits in their place. Others
+    get their news when the next pass has been launched: they have the interpreter while the device works, and do
+    not delay its plan. An exception of a step is raised to the caller that took it, from the proxy to all tasks;
+    the others go on.
 
     `_mutex` guards who has the turn, who sleeps and which requests have not ended. It is never held during a pass.
     """
@@ -54,7 +54,8 @@ class Driver:
         self._guests: dict[object, threading.Condition] = {}  # that want it for something else than waiting: first
         self._inside: dict[int, FrameType] = {}  # threads that are in here, by way of this frame of theirs
         self._asleep: dict[object, threading.Condition] = {}  # by call, threads that wait
-        self._tasks: dict[Call, asyncio.Future[Exception | None]] = {}  # by call, tasks that wait
+        self._tasks: dict[Call, Sleeper] = {}  # by call, tasks that wait
+        self._listeners: dict[Call, Listener] = {}  # by call, until it is over
         self._has_proxy = False
         self._calls: dict[int | str, Call] = {}  # by the id of each request that has not ended
         self._streams: dict[int | str, StreamCall] = {}  # those of them that get news of every pass
@@ -177,16 +178,39 @@ class Driver:
             self.check_open()
             if not call.waits:
                 return call.take()
-            if not self._has_proxy:
-                loop.run_in_executor(None, self._wait_for_tasks)
-                self._has_proxy = True
-            self._tasks[call] = told = loop.create_future()
+            self._tasks[call] = sleeper = Sleeper(loop)
+            self._start_proxy(loop)
         try:
-            if (error := await told) is not None:
+            if (error := await sleeper.told) is not None:
                 raise error
         finally:
             self._tasks.pop(call, None)
         return call.take()
+
+    async def listen(self, call: Call, on_news: Callable[[], bool]) -> None:
+        """Have `on_news` called in the event loop when there is news of a call: see `Listener`."""
+        loop = asyncio.get_running_loop()
+        with self._mutex:
+            self.check_open()
+            self._listeners[call] = listener = Listener(loop, call, on_news)
+            self._start_proxy(loop)
+        try:
+            listener.wake()  # for what has come before
+            if (error := await listener.told) is not None:
+                raise error
+        finally:
+            with self._mutex:
+                self._listeners.pop(call, None)
+
+    def remind(self, call: Call) -> None:
+        """Have the `on_news` of a call called now, if there is one; in its loop's thread."""
+        if (listener := self._listeners.get(call)) is not None:
+            listener.wake()
+
+    def _start_proxy(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._has_proxy:
+            loop.run_in_executor(None, self._wait_for_tasks)
+            self._has_proxy = True
 
     def abandon(self, call: Call) -> None:
         """End a call's requests, and step until they and, unless others step, the passes in flight have ended."""
@@ -273,21 +297,27 @@ class Driver:
             self._wait(self._no_task_waits, self)
         except Exception as error:
             self._has_proxy = False
-            self._wake(tuple(self._tasks), error)
+            self._wake((*self._tasks, *self._listeners), error)
 
     def _no_task_waits(self) -> bool:
         """Whether the proxy may go; with the mutex held, so that the next task starts another one."""
-        self._has_proxy = bool(self._tasks)
+        self._has_proxy = self._needs_proxy()
         return not self._has_proxy
 
+    def _needs_proxy(self) -> bool:
+        """Whether a task waits, or a listener for more than it has yet to take; with the mutex held."""
+        return bool(self._tasks) or any(call.requests for call in self._listeners)
+
     def _wake(self, keys: Sequence[Any], error: Exception | None = None) -> None:
-        """Wake the threads and tasks that wait for these calls; tasks raise `error`, if there is one."""
+        """Wake the threads, tasks and listeners of these calls; all but threads raise `error`, if there is one."""
         with self._mutex:
-            futures = [self._tasks.pop(key) for key in keys if key in self._tasks]
-            for key in keys if self._tasks else (*keys, self):
+            wakers: list[Waker] = [self._tasks.pop(key) for key in keys if key in self._tasks]
+            listeners = [self._listeners[key] for key in keys if key in self._listeners]
+            wakers += [each for each in listeners if each.becomes_due() or error is not None]
+            for key in keys if self._needs_proxy() else (*keys, self):
                 if key in self._asleep:
                     self._asleep[key].notify()
-        wake_soon(futures, error)
+        wake_soon(wakers, error)
 
     # -- between passes ------------------------------------------------------------------------------------
 
@@ -349,7 +379,7 @@ class Driver:
         with deferred():  # booking included: an output that is not delivered now never is
             if admit:
                 self._submit_inbox(engine)
-            engine.scheduler.pace(paced := with_pauses if self._tasks and _switches_slowly() else iter)
+            engine.scheduler.pace(paced := with_pauses if self._paces() else iter)
             try:
                 # Others go on once the device has its next work, and this thread waits: not while it plans.
                 self._ended += engine.step(self._aborted(), self._tell)
@@ -363,6 +393,10 @@ class Driver:
                 raise
             if not engine.has_work:
                 self._tell()
+
+    def _paces(self) -> bool:
+        """Whether event loops wait long for the interpreter while this thread works: 5 ms is Python's default."""
+        return bool(self._tasks or self._listeners) and sys.getswitchinterval() > 1e-3
 
     def _tell(self) -> None:
         """Wake who waits for news of the last step."""
@@ -391,32 +425,9 @@ class Driver:
             raise cut
 
 
-def _switches_slowly() -> bool:
-    """Whether threads wait long for the interpreter while another one works: 5 ms is Python's default."""
-    return sys.getswitchinterval() > 1e-3
-
-
 def with_pauses(items: Iterable[T]) -> Iterator[T]:
     """The items; after every few this thread lets go of the interpreter, which the loop's else waits 5 ms for."""
     for place, item in enumerate(items, 1):
         yield item
         if place % WOKEN_AT_ONCE == 0:
             time.sleep(1e-5)
-
-
-def wake_soon(futures: Iterable[asyncio.Future[T]], result: T) -> None:
-    """Complete futures in their loops' threads; from any thread."""
-    by_loop: dict[asyncio.AbstractEventLoop, deque[asyncio.Future[T]]] = {}
-    for future in futures:
-        by_loop.setdefault(future.get_loop(), deque()).append(future)
-    for loop, waiting in by_loop.items():
-        with contextlib.suppress(RuntimeError):  # it was closed, and its tasks with it
-            loop.call_soon_threadsafe(_wake, loop, waiting, result)
-
-
-def _wake(loop: asyncio.AbstractEventLoop, futures: deque[asyncio.Future[T]], result: T) -> None:
-    for future in [futures.popleft() for _ in range(min(WOKEN_AT_ONCE, len(futures)))]:
-        if not future.done():  # else it was cancelled
-            future.set_result(result)
-    if futures:
-        loop.call_soon(_wake, loop, futures, result)

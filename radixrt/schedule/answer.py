@@ -133,6 +133,14 @@ class Answer:
         """The first `end` known tokens, or all: `[end]` int32, a view that is good until it stops running."""
         return self._tokens[: self.known_len if end is None else end]
 
+    def tokens_between(self, start: int, end: int) -> Tokens:
+        """Known tokens `[end - start]` int32, a copy; also while another thread lets it run or stop."""
+        while True:
+            tokens = self._tokens
+            copied = tokens[start:end].copy()
+            if tokens is self._tokens:  # else its row may have been left to another answer meanwhile
+                return copied
+
     def output_ids(self) -> Tokens:
         """Collected output tokens `[num_output]` int32, a view like `tokens`."""
         return self.tokens()[self.request.prompt_len :]

@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import aclosing
 from typing import Any
 
-from radixrt.errors import PassError, RadixrtError
+from radixrt.errors import PassError
 from radixrt.frontend.openai import (
     CHAT,
     answer_body,
@@ -23,15 +21,11 @@ from radixrt.frontend.openai import (
 from radixrt.frontend.tool_calls import Deltas, message_of
 from radixrt.output import RequestOutput, StreamChunk, TokenLogprob, Usage
 from radixrt.runtime import Runtime
+from radixrt.server.answer_events import DONE, AnswerEvents, OnEnd
 from radixrt.server.asked import Asked
-from radixrt.server.refusal import refusal_of
-from radixrt.server.responses import Events, TextEvents, event_bytes
+from radixrt.server.responses import TextEvents, event_bytes
 from radixrt.text.chat import Chat
 from radixrt.text.token_spelling import TokenSpelling
-
-DONE = b"data: [DONE]\n\n"
-
-OnEnd = Callable[[str, list[Usage]], None]  # gets the id of an answer, and counts of its prompts
 
 
 class Answering:
@@ -65,34 +59,9 @@ class Answering:
             return self._runtime.tokenizer.decode(prompt, skip_special_tokens=False)
         return prompt if isinstance(prompt, str) else ""
 
-    async def events(self, asked: Asked, tenant: str | None, on_end: OnEnd) -> Events:
-        """The server-sent events of the answers to all prompts, numbered as in a body; those of a chunk are one
-        piece. Raises RadixrtError before the first one where a prompt cannot run; what goes wrong later, with any
-        of them, is the last event. `on_end` is called if all went well.
-        """
-        head: Any = {"id_digest": uuid.uuid4().hex, "model": asked.model, "created": int(time.time())}
-        answers = [_Streamed(asked, index, head, self._spelling) for index in range(asked.num_answers)]
-        usages: list[Usage] = []
-        stream = self._runtime.async_stream_all(list(asked.prompts), asked.params, tenant=tenant)
-        async with aclosing(stream) as chunks:
-            chunk = sound(await anext(chunks))
-            if asked.url == CHAT:
-                yield b"".join(answer.beginning(chunk) for answer in answers)
-            try:
-                while True:
-                    if events := answers[chunk.prompt_index * asked.params.n + chunk.index].events(chunk):
-                        yield events
-                    if chunk.output is not None:
-                        usages.append(chunk.output.usage)
-                    if len(usages) == len(asked.prompts):
-                        break
-                    chunk = sound(await anext(chunks))
-            except RadixrtError as error:
-                yield event_bytes(refusal_of(error).body())
-                return
-        counts = usage_body(asked.url, Usage.total(usages), **head)
-        on_end(str(counts["id"]), usages)
-        yield (event_bytes(counts) if asked.wants_usage else b"") + DONE
+    def events(self, asked: Asked, on_end: OnEnd) -> AnswerEvents:
+        """The events of the answers to all prompts, numbered as in a body."""
+        return _Events(asked, self._spelling, on_end)
 
 
 def whole_outputs(outputs: RequestOutput | list[RequestOutput]) -> list[RequestOutput]:
@@ -102,6 +71,28 @@ def whole_outputs(outputs: RequestOutput | list[RequestOutput]) -> list[RequestO
     if not any(reason.is_whole for reason in reasons):
         raise PassError(outputs[0].failure)
     return outputs
+
+
+class _Events(AnswerEvents):
+    def __init__(self, asked: Asked, spelling: TokenSpelling, on_end: OnEnd) -> None:
+        super().__init__(len(asked.prompts), on_end)
+        self._asked = asked
+        self._head: Any = {"id_digest": uuid.uuid4().hex, "model": asked.model, "created": int(time.time())}
+        self._answers = [_Streamed(asked, index, self._head, spelling) for index in range(asked.num_answers)]
+
+    def _beginning(self, chunk: StreamChunk) -> bytes:
+        if self._asked.url != CHAT:
+            return b""
+        return b"".join(answer.beginning(chunk) for answer in self._answers)
+
+    def _told(self, chunk: StreamChunk) -> bytes:
+        return self._answers[chunk.prompt_index * self._asked.params.n + chunk.index].events(chunk)
+
+    def _ending(self, outputs: list[RequestOutput]) -> bytes:
+        usages = [output.usage for output in outputs]
+        counts = usage_body(self._asked.url, Usage.total(usages), **self._head)
+        self._on_end(str(counts["id"]), usages)
+        return (event_bytes(counts) if self._asked.wants_usage else b"") + DONE
 
 
 class _Streamed:
@@ -154,10 +145,3 @@ class _Streamed:
         first, *others = deltas or [{}]
         events = self.event(text, delta=first, logprobs=logprobs)
         return events + b"".join(self.event(text, delta=delta) for delta in others)
-
-
-def sound(chunk: StreamChunk) -> StreamChunk:
-    """The chunk, unless it ends a request that has failed: PassError."""
-    if chunk.output is not None and chunk.output.failure is not None:
-        raise PassError(chunk.output.failure)
-    return chunk

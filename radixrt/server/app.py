@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -16,17 +16,22 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from radixrt.checks import check_kind, check_prompt, short
+from radixrt.engine.live_stream import LiveStream
 from radixrt.errors import ParameterError, PromptError, RadixrtError
 from radixrt.frontend.openai import CHAT, COMPLETIONS, asked_prompt
+from radixrt.frontend.request_builder import Prompt
 from radixrt.output import RequestOutput, Usage
 from radixrt.parsers.choosing import Parsers, chosen
 from radixrt.runtime import Runtime
-from radixrt.server.answering import Answering, OnEnd
+from radixrt.sampling_params import SamplingParams
+from radixrt.server.answer_events import AnswerEvents, OnEnd
+from radixrt.server.answering import Answering
 from radixrt.server.asked import Asked, check_known, read_asked
 from radixrt.server.batches.endpoints import BATCHES
 from radixrt.server.batches.service import Batches
 from radixrt.server.body import gone, object_in, read_body
 from radixrt.server.connected import ClientGone, while_connected
+from radixrt.server.event_stream import EventStream
 from radixrt.server.files.endpoints import FILES, Endpoint, Route
 from radixrt.server.hosts import KnownHosts
 from radixrt.server.limits import Limits
@@ -35,7 +40,7 @@ from radixrt.server.page import page
 from radixrt.server.pending import Pending
 from radixrt.server.recent import Recent
 from radixrt.server.refusal import Refusal, refusal_of
-from radixrt.server.responses import Events, EventStream, JsonResponse, failed, json_bytes, refused
+from radixrt.server.responses import JsonResponse, failed, json_bytes, refused
 from radixrt.server.scoring import read_scores, scores_body, usage_of
 from radixrt.server.sglang import GENERATE, Generating, read_generate
 from radixrt.server.state import States
@@ -55,6 +60,12 @@ class WantsAnswers(Protocol):
     def url(self) -> str: ...
 
     @property
+    def prompts(self) -> Sequence[Prompt]: ...
+
+    @property
+    def params(self) -> SamplingParams | Sequence[SamplingParams]: ...
+
+    @property
     def num_answers(self) -> int: ...
 
     @property
@@ -68,7 +79,7 @@ class Answers(Protocol[A_contra]):
 
     def body(self, asked: A_contra, outputs: list[RequestOutput]) -> tuple[str, object]: ...
 
-    def events(self, asked: A_contra, tenant: str | None, on_end: OnEnd) -> Events: ...
+    def events(self, asked: A_contra, on_end: OnEnd) -> AnswerEvents: ...
 
 
 _THREADS = 2  # that read bodies, encode and write answers: not the event loop's own, which step the engine
@@ -197,25 +208,38 @@ class Server:
                 outputs = await _until_gone(request, answering.outputs(asked, tenant))
                 on_end = partial(self._note, tenant, began)
                 return JsonResponse(await self._in_thread(_told, answering, asked, outputs, on_end))
-        events = self._events(answering, asked, tenant)
-        try:  # a prompt that cannot be run is refused before a stream begins
-            return EventStream(await _until_gone(request, anext(events)), events)
-        except BaseException:
-            await events.aclose()
-            raise
+        events = answering.events(asked, partial(self._note, tenant, began))
+        return await self._stream(request, asked, events, tenant)
 
-    async def _events(self, answering: Answers[A], asked: A, tenant: str | None) -> Events:
-        began, is_first = time.perf_counter(), True
-        with self._pending.held(asked.num_answers):
+    async def _stream(
+        self, request: Request, asked: WantsAnswers, events: AnswerEvents, tenant: str | None
+    ) -> EventStream:
+        """The response to a body, once there is a first event: a prompt that cannot be run is refused before."""
+
+        async def begun() -> tuple[LiveStream, bytes]:
+            opened = self.runtime.live_stream(list(asked.prompts), asked.params, tenant=tenant)
+            stream, first = await holding.enter_async_context(opened), b""
+            while not first:
+                first = events.of(await stream.news())
+            return stream, first
+
+        began = time.perf_counter()
+        observe_first, observe = (
+            histogram.labels(asked.url).observe
+            for histogram in (self._metrics.first_token_seconds, self._metrics.seconds)
+        )
+        async with AsyncExitStack() as holding:
+            holding.enter_context(self._pending.held(asked.num_answers))
             self._begin_work()
-            on_end = partial(self._note, tenant, began)
-            async with aclosing(answering.events(asked, tenant, on_end)) as events:
-                async for event in events:
-                    if is_first:  # it comes with the first token
-                        self._metrics.first_token_seconds.labels(asked.url).observe(time.perf_counter() - began)
-                        is_first = False
-                    yield event
-        self._metrics.seconds.labels(asked.url).observe(time.perf_counter() - began)
+            stream, first = await _until_gone(request, begun())
+            observe_first(time.perf_counter() - began)
+            return EventStream(
+                first,
+                events,
+                stream,
+                close=holding.pop_all().aclose,
+                on_whole=lambda: observe(time.perf_counter() - began),
+            )
 
     def _note(self, tenant: str | None, began: float, answer_id: str, usages: list[Usage]) -> None:
         self._recent.note(tenant, answer_id, usages, time.perf_counter() - began)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 _MAX_HEAD_BYTES = 65_536
+_WRITER = "radixrt.body_writer"  # an extension of ASGI's scope
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -16,6 +19,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     _head_timer: asyncio.TimerHandle | None = None
     _read_timer: asyncio.TimerHandle | None = None
+    _on_resumed: Callable[[], None] | None = None
     _outside_bytes = 0  # that came since the last bytes of a body, or end of a head or message
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -36,6 +40,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._outside_bytes = 0
         super().on_headers_complete()
+        self.scope["extensions"] = {_WRITER: {"writer": BodyWriter(self, self.cycle)}}
 
     def on_body(self, body: bytes) -> None:
         self._outside_bytes = 0
@@ -65,6 +70,42 @@ class BoundedProtocol(HttpToolsProtocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         _cancel(self._read_timer)
+        resumed, self._on_resumed = self._on_resumed, None
+        if resumed is not None:
+            resumed()
+
+    def when_resumed(self, call: Callable[[], None]) -> None:
+        """Call this once, when the client reads again."""
+        self._on_resumed = call
+
+
+class BodyWriter:
+    """Writes pieces of a response's body to its connection, after the head. ASGI's `send` takes several times as
+    long for each; it begins and ends the response.
+    """
+
+    def __init__(self, protocol: BoundedProtocol, cycle: RequestResponseCycle) -> None:
+        self._protocol, self._cycle = protocol, cycle
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether much that was written has not been read."""
+        return self._cycle.flow.write_paused
+
+    def when_resumed(self, call: Callable[[], None]) -> None:
+        """Call this once, when it is paused no more."""
+        self._protocol.when_resumed(call)
+
+    def write(self, piece: bytes) -> None:
+        """Write a piece, which is not empty; nothing once the client has gone."""
+        if not self._cycle.disconnected:
+            self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+
+
+def writer_of(scope: Mapping[str, Any]) -> BodyWriter:
+    """The writer of the response to a request."""
+    writer: BodyWriter = scope["extensions"][_WRITER]["writer"]
+    return writer
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> None:

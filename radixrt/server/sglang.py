@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
 from radixrt.checks import check_int, check_kind, check_prompt
-from radixrt.errors import ParameterError, PromptError, RadixrtError
+from radixrt.errors import ParameterError, PromptError
 from radixrt.frontend.openai import as_json
 from radixrt.frontend.sampling_aliases import sampling_params_from_dict
 from radixrt.output import RequestOutput, StreamChunk
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import MAX_LOGPROBS, SamplingParams
-from radixrt.server.answering import DONE, OnEnd, sound, whole_outputs
+from radixrt.server.answer_events import DONE, AnswerEvents, OnEnd
+from radixrt.server.answering import whole_outputs
 from radixrt.server.asked import check_known, check_size
 from radixrt.server.limits import Limits
-from radixrt.server.refusal import refusal_of
-from radixrt.server.responses import Events, event_bytes
+from radixrt.server.responses import event_bytes
 
 GENERATE = "/generate"
 
@@ -99,38 +98,31 @@ class Generating:
         answers = [_shown(answer) for output in outputs for answer in output.split()]
         return str(outputs[0].id), answers if asked.is_listed else answers[0]
 
-    async def events(self, asked: AskedGenerate, tenant: str | None, on_end: OnEnd) -> Events:
-        """Server-sent events, each with all text so far of one answer, whose place in the list is its `index`.
-        Raises RadixrtError before the first one where a prompt cannot run; what goes wrong later, with any of
-        them, is the last event. `on_end` is called if all went well.
-        """
-        firsts = [*accumulate((params.n for params in asked.params), initial=0)]  # of each prompt's answers
-        answers = [_Streamed() for _ in range(asked.num_answers)]
-        ended: dict[int, RequestOutput] = {}  # by the place of the prompt
+    def events(self, asked: AskedGenerate, on_end: OnEnd) -> AnswerEvents:
+        """Events each with all text so far of one answer, whose place in the list is its `index`."""
+        return _Events(asked, on_end)
 
-        def event(index: int, shown: dict[str, Any]) -> bytes:
-            return event_bytes({**shown, "index": index} if asked.is_listed else shown)
 
-        async with aclosing(self._runtime.async_stream_all(asked.prompts, asked.params, tenant=tenant)) as chunks:
-            chunk = sound(await anext(chunks))
-            try:
-                while True:
-                    first = firsts[chunk.prompt_index]
-                    if (output := chunk.output) is not None:  # now all is known of each of its answers
-                        ended[chunk.prompt_index] = output
-                        for index, answer in enumerate(output.split(), first):
-                            yield event(index, _shown(answer))
-                    else:
-                        index = first + chunk.index
-                        yield event(index, answers[index].followed_by(chunk))
-                    if len(ended) == len(asked.prompts):
-                        break
-                    chunk = sound(await anext(chunks))
-            except RadixrtError as error:
-                yield event_bytes(refusal_of(error).body())
-                return
-        on_end(str(ended[0].id), [output.usage for output in ended.values()])
-        yield DONE
+class _Events(AnswerEvents):
+    def __init__(self, asked: AskedGenerate, on_end: OnEnd) -> None:
+        super().__init__(len(asked.prompts), on_end)
+        self._is_listed = asked.is_listed
+        self._firsts = [*accumulate((params.n for params in asked.params), initial=0)]  # of each prompt's answers
+        self._answers = [_Streamed() for _ in range(asked.num_answers)]
+
+    def _told(self, chunk: StreamChunk) -> bytes:
+        first = self._firsts[chunk.prompt_index]
+        if (output := chunk.output) is not None:  # now all is known of each of its answers
+            return b"".join(self._event(i, _shown(answer)) for i, answer in enumerate(output.split(), first))
+        index = first + chunk.index
+        return self._event(index, self._answers[index].followed_by(chunk))
+
+    def _event(self, index: int, shown: dict[str, Any]) -> bytes:
+        return event_bytes({**shown, "index": index} if self._is_listed else shown)
+
+    def _ending(self, outputs: list[RequestOutput]) -> bytes:
+        self._on_end(str(outputs[0].id), [output.usage for output in outputs])
+        return DONE
 
 
 @dataclass

@@ -27,8 +27,9 @@ from radixrt import DeviceLostError, FinishReason, ParameterError, RadixrtError,
 from radixrt import SamplingParams as Params
 from radixrt.bench.streams import SlowRunner, letters
 from radixrt.engine import driver as driver_module
-from radixrt.engine.driver import WOKEN_AT_ONCE, wake_soon, with_pauses
+from radixrt.engine.driver import with_pauses
 from radixrt.engine.parts import Parts
+from radixrt.engine.wakers import WOKEN_AT_ONCE, Sleeper, Waker, wake_soon
 from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.output import StreamChunk
 from radixrt.planning.simulated import ConstantRunner, simulated_parts
@@ -949,10 +950,10 @@ def test_tasks_are_woken_once_a_pass_when_the_next_one_runs(monkeypatch: pytest.
     with streaming() as runtime:
         engine = runtime.parts.engine
 
-        def noted(futures: list[asyncio.Future[Any]], result: Any) -> None:
-            if futures:
-                woken.append((len(futures), len(engine._in_flight)))
-            wake_soon(futures, result)
+        def noted(wakers: list[Waker], error: Exception | None) -> None:
+            if wakers:
+                woken.append((len(wakers), len(engine._in_flight)))
+            wake_soon(wakers, error)
 
         async def read(place: int) -> int:
             params = Params(max_new_tokens=20, ignore_eos=True)
@@ -972,12 +973,12 @@ def test_tasks_are_woken_once_a_pass_when_the_next_one_runs(monkeypatch: pytest.
 def test_many_tasks_are_woken_in_turns() -> None:
     async def everything() -> list[int]:
         loop = asyncio.get_running_loop()
-        futures = [loop.create_future() for _ in range(3 * WOKEN_AT_ONCE)]
-        wake_soon(futures, None)
+        sleepers = [Sleeper(loop) for _ in range(3 * WOKEN_AT_ONCE)]
+        wake_soon(sleepers)
         done = []
-        while not futures[-1].done():
+        while not sleepers[-1].told.done():
             await asyncio.sleep(0)
-            done.append(sum(future.done() for future in futures))
+            done.append(sum(sleeper.told.done() for sleeper in sleepers))
         return done
 
     counts = asyncio.run(everything())
@@ -985,10 +986,10 @@ def test_many_tasks_are_woken_in_turns() -> None:
 
 
 def test_a_closed_loop_is_passed_over() -> None:
-    async def make() -> asyncio.Future[None]:
-        return asyncio.get_running_loop().create_future()
+    async def make() -> Sleeper:
+        return Sleeper(asyncio.get_running_loop())
 
-    wake_soon([asyncio.run(make())], None)
+    wake_soon([asyncio.run(make())])
 
 
 def test_a_pause_after_every_few(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,3 +59,21 @@ def test_a_token_changes_what_it_would_find() -> None:
     one.append(3)
     assert one.pending_match is None
     assert one.output_ids().tolist() == [3]
+
+
+def test_its_tokens_are_its_own_though_its_row_is_left_to_another_meanwhile() -> None:
+    """As when one thread reads them while another one retracts it, and admits the next."""
+    one = answer()
+    one.append(7)
+    own = one.tokens().tolist()
+
+    class Row(np.ndarray):
+        def __getitem__(self, key: object) -> object:
+            one._tokens = np.array(own, np.int32)  # it stops
+            self.fill(99)  # the next one begins
+            return super().__getitem__(key)  # type: ignore[index]
+
+    row = np.zeros(20, np.int32)
+    row[: len(own)] = own
+    one._tokens = row.view(Row)
+    assert one.tokens_between(8, 11).tolist() == own[8:11]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from typing import Any
 
 import httpx
 import pytest
@@ -12,7 +13,8 @@ import pytest
 from radixrt.runtime import Runtime
 from radixrt.server.app import Server
 from radixrt.server.limits import Limits
-from tests.support.serving import GREEDY, QUESTIONS, Serving, held
+from radixrt.server.protocol import BoundedProtocol
+from tests.support.serving import GREEDY, LONG, QUESTIONS, Serving, held, until
 
 GET = b"GET /v1/models HTTP/1.1\r\nHost: a\r\n"
 CHUNKED = b"POST /tokenize HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -71,3 +73,53 @@ def test_requests_in_a_row_are_answered_in_order(serving: Serving, runtime: Runt
         first, second = read_to_end(connection).split(b"HTTP/1.1 200 ")[1:]
     assert b'"object":"list"' in first
     assert b"Oslo" in second
+
+
+def test_who_reads_late_gets_everything_in_fewer_events(
+    serving: Serving, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its events are joined while it does not read; others have theirs meanwhile."""
+    made = BoundedProtocol.connection_made
+    resumed: list[None] = []
+
+    def with_little_room(self: BoundedProtocol, transport: Any) -> None:
+        made(self, transport)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        transport.set_write_buffer_limits(high=1000)
+
+    def noted(self: BoundedProtocol) -> None:
+        resumed.append(None)
+        resume(self)
+
+    resume = BoundedProtocol.resume_writing
+    monkeypatch.setattr(BoundedProtocol, "connection_made", with_little_room)
+    monkeypatch.setattr(BoundedProtocol, "resume_writing", noted)
+    url = serving()
+    asked = {**LONG, "max_tokens": 300, "logprobs": 0}
+    body = json.dumps({**asked, "stream": True}).encode()
+    expected = httpx.post(f"{url}/v1/completions", json=asked, timeout=60).json()["choices"][0]
+    late = socket.socket()
+    late.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    late.settimeout(20)
+    with late:
+        late.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+        late.sendall(head % len(body) + body)
+        until(lambda: runtime.num_running == 1)
+        with httpx.stream("POST", f"{url}/v1/completions", json={**asked, "stream": True}) as other:
+            assert sum(line.startswith("data: {") for line in other.iter_lines()) > 100
+        until(lambda: not runtime.has_work)
+        reader = late.makefile("rb")
+        while reader.readline() != b"\r\n":
+            pass
+        events, size = b"", 0
+        while size := int(reader.readline(), 16):
+            events += reader.read(size)
+            assert reader.readline() == b"\r\n"
+    choices = [json.loads(one[6:])["choices"][0] for one in events.split(b"\n\n")[:-2]]
+    assert events.endswith(b"data: [DONE]\n\n")
+    assert "".join(choice["text"] for choice in choices) == expected["text"]
+    tokens = [token for choice in choices if choice["logprobs"] for token in choice["logprobs"]["tokens"]]
+    assert tokens == expected["logprobs"]["tokens"]
+    assert len(choices) < 200
+    assert resumed

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from radixrt.runtime import Runtime
 from radixrt.server.app import Server
+from radixrt.server.protocol import writer_of
 from tests.support.serving import QUESTIONS, Serving
 
 MOST = 3  # passes between two tokens of a stream
@@ -36,11 +37,20 @@ class Watched(Server):
             own: list[int] = []
             self.passes.append(own)
 
-            async def noted(message: Message) -> None:
-                if TOLD in message.get("body", b""):
+            def note(piece: bytes) -> None:
+                if TOLD in piece:
                     own.append(self.runtime.activity().passes)
+
+            async def noted(message: Message) -> None:
+                note(message.get("body", b""))
                 await send(message)
 
+            def written(piece: bytes) -> None:
+                note(piece)
+                write(piece)
+
+            writer = writer_of(scope)
+            write, writer.write = writer.write, written  # type: ignore[method-assign]
             await app(scope, receive, noted)
 
         return watched
