@@ -19,7 +19,7 @@ from radixrt.engine.calls import N, PendingCall, StreamCall
 from radixrt.engine.engine import Engine
 from radixrt.engine.gc_control import old_objects_left_alone
 from radixrt.engine.signals import deferred
-from radixrt.engine.wakers import WOKEN_AT_ONCE, Listener, Sleeper, Waker, wake_soon
+from radixrt.engine.wakers import WOKEN_AT_ONCE, NewsListener, Sleeper, Waker, wake_soon
 from radixrt.errors import ParameterError, RadixrtError
 from radixrt.output import RequestOutput
 from radixrt.schedule.answer import Answer
@@ -51,11 +51,12 @@ class Driver:
         self._output_of = output_of
         self._mutex = threading.RLock()
         self._owner: int | None = None  # the thread that has the turn
+        self._is_stepping = False
         self._guests: dict[object, threading.Condition] = {}  # that want it for something else than waiting: first
         self._inside: dict[int, FrameType] = {}  # threads that are in here, by way of this frame of theirs
         self._asleep: dict[object, threading.Condition] = {}  # by call, threads that wait
         self._tasks: dict[Call, Sleeper] = {}  # by call, tasks that wait
-        self._listeners: dict[Call, Listener] = {}  # by call, until it is over
+        self._listeners: dict[Call, NewsListener] = {}  # by call, functions that are called for its news
         self._has_proxy = False
         self._calls: dict[int | str, Call] = {}  # by the id of each request that has not ended
         self._streams: dict[int | str, StreamCall] = {}  # those of them that get news of every pass
@@ -68,10 +69,11 @@ class Driver:
     def has_work(self) -> bool:
         """Whether requests have not ended, or passes are in flight, and there can be a next step."""
         engine = self.check_open()
-        with self._mutex:  # or a step might end, and its thread give back the turn, just as this one looks
-            if engine.is_cut:  # in two; or a step is on its way
-                return self._owner not in (None, threading.get_ident())
-        return bool(self._inbox or self._ended) or engine.has_work
+        has_work = bool(self._inbox or self._ended) or engine.has_work
+        with self._mutex:  # nobody takes or gives back the turn meanwhile
+            if self._owner not in (None, threading.get_ident()):
+                return has_work or self._is_stepping  # the last step may have ended all and not told it yet
+            return has_work and not engine.is_cut
 
     @property
     def num_waiting(self) -> int:
@@ -178,8 +180,8 @@ class Driver:
             self.check_open()
             if not call.waits:
                 return call.take()
-            self._tasks[call] = sleeper = Sleeper(loop)
             self._start_proxy(loop)
+            self._tasks[call] = sleeper = Sleeper(loop)
         try:
             if (error := await sleeper.told) is not None:
                 raise error
@@ -188,12 +190,12 @@ class Driver:
         return call.take()
 
     async def listen(self, call: Call, on_news: Callable[[], bool]) -> None:
-        """Have `on_news` called in the event loop when there is news of a call: see `Listener`."""
+        """Have `on_news` called in the event loop when there is news of a call: see `NewsListener`."""
         loop = asyncio.get_running_loop()
         with self._mutex:
             self.check_open()
-            self._listeners[call] = listener = Listener(loop, call, on_news)
             self._start_proxy(loop)
+            self._listeners[call] = listener = NewsListener(loop, call, on_news)
         try:
             listener.wake()  # for what has come before
             if (error := await listener.told) is not None:
@@ -203,7 +205,7 @@ class Driver:
                 self._listeners.pop(call, None)
 
     def remind(self, call: Call) -> None:
-        """Have the `on_news` of a call called now, if there is one; in its loop's thread."""
+        """Call the `on_news` of a call, if there is one; in its loop's thread."""
         if (listener := self._listeners.get(call)) is not None:
             listener.wake()
 
@@ -297,7 +299,9 @@ class Driver:
             self._wait(self._no_task_waits, self)
         except Exception as error:
             self._has_proxy = False
-            self._wake((*self._tasks, *self._listeners), error)
+            with self._mutex:
+                waiting = *self._tasks, *(call for call in self._listeners if call.requests)
+            self._wake(waiting, error)
 
     def _no_task_waits(self) -> bool:
         """Whether the proxy may go; with the mutex held, so that the next task starts another one."""
@@ -305,7 +309,7 @@ class Driver:
         return not self._has_proxy
 
     def _needs_proxy(self) -> bool:
-        """Whether a task waits, or a listener for more than it has yet to take; with the mutex held."""
+        """Whether a task waits, or a listener for requests that have not ended; with the mutex held."""
         return bool(self._tasks) or any(call.requests for call in self._listeners)
 
     def _wake(self, keys: Sequence[Any], error: Exception | None = None) -> None:
@@ -376,7 +380,7 @@ class Driver:
     def _step(self, *, admit: bool = True) -> None:
         """Make a step and deliver its news. Ctrl-C is raised after it."""
         engine = self.check_open()
-        with deferred():  # booking included: an output that is not delivered now never is
+        with deferred(), self._stepping():  # booking included: an output that is not delivered now never is
             if admit:
                 self._submit_inbox(engine)
             engine.scheduler.pace(paced := with_pauses if self._paces() else iter)
@@ -393,6 +397,14 @@ class Driver:
                 raise
             if not engine.has_work:
                 self._tell()
+
+    @contextlib.contextmanager
+    def _stepping(self) -> Iterator[None]:
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
 
     def _paces(self) -> bool:
         """Whether event loops wait long for the interpreter while this thread works: 5 ms is Python's default."""

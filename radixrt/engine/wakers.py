@@ -46,7 +46,7 @@ class Sleeper:
             self.told.set_result(error)
 
 
-class Listener:
+class NewsListener:
     """Calls `on_news` for all news of a call until it returns False or raises, or the call is over. It takes them.
     For news that have come together it is called once: a loop that is late has fewer calls, not a queue of them.
 
@@ -63,7 +63,7 @@ class Listener:
 
     def becomes_due(self) -> bool:
         """Note that it is to be woken; from one thread at a time. Returns whether that was not noted already."""
-        before, self._is_due = self._is_due, True
+        before, self._is_due = self._is_due, True  # at once, as no other thread gets the interpreter in between
         return not before
 
     def wake(self, error: Exception | None = None) -> None:
@@ -72,10 +72,13 @@ class Listener:
         if self.told.done():
             return
         try:
-            if error is not None or not self._on_news() or self._call.is_over:
-                self.told.set_result(error)
-        except Exception as raised:
-            self.told.set_exception(raised)
+            is_over = error is not None or not self._on_news() or self._call.is_over
+        except BaseException as raised:  # also a panic of the tokenizer's: it must not cost the others their news
+            if not self.told.done():
+                self.told.set_exception(raised)
+            return
+        if is_over and not self.told.done():
+            self.told.set_result(error)
 
 
 def wake_soon(wakers: Iterable[Waker], error: Exception | None = None) -> None:

@@ -32,8 +32,8 @@ class AnswerEvents:
     def of(self, chunks: Iterable[StreamChunk]) -> bytes:
         """The events of the next chunks, and after the last one those of the end.
 
-        Raises PassError if the first chunk of all is that of a request that has failed. What goes wrong later,
-        with any of them, is the last event.
+        Raises PassError if the first chunk of all is that of a request that has failed; a later one is told by the
+        last event. What iterating raises is left to who has given the chunks.
         """
         events: list[bytes] = []
         for chunk in chunks:

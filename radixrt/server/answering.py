@@ -29,14 +29,17 @@ from radixrt.text.token_spelling import TokenSpelling
 
 
 class Answering:
-    """Answers bodies by a Runtime. A task that is cancelled ends its requests, within one pass."""
+    """Answers bodies by a Runtime."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._spelling = TokenSpelling(runtime.tokenizer)
 
     async def outputs(self, asked: Asked, tenant: str | None) -> list[RequestOutput]:
-        """All answers to each prompt. Raises RadixrtError, also where none is whole."""
+        """All answers to each prompt, which end within a pass if this is cancelled.
+
+        Raises RadixrtError, also where none is whole.
+        """
         return whole_outputs(await self._runtime.async_generate(list(asked.prompts), asked.params, tenant=tenant))
 
     def body(self, asked: Asked, outputs: list[RequestOutput]) -> tuple[str, dict[str, object]]:

@@ -208,11 +208,11 @@ class Server:
                 outputs = await _until_gone(request, answering.outputs(asked, tenant))
                 on_end = partial(self._note, tenant, began)
                 return JsonResponse(await self._in_thread(_told, answering, asked, outputs, on_end))
-        events = answering.events(asked, partial(self._note, tenant, began))
+        events = partial(answering.events, asked, partial(self._note, tenant, began))
         return await self._stream(request, asked, events, tenant)
 
     async def _stream(
-        self, request: Request, asked: WantsAnswers, events: AnswerEvents, tenant: str | None
+        self, request: Request, asked: WantsAnswers, make_events: Callable[[], AnswerEvents], tenant: str | None
     ) -> EventStream:
         """The response to a body, once there is a first event: a prompt that cannot be run is refused before."""
 
@@ -231,6 +231,7 @@ class Server:
         async with AsyncExitStack() as holding:
             holding.enter_context(self._pending.held(asked.num_answers))
             self._begin_work()
+            events = make_events()
             stream, first = await _until_gone(request, begun())
             observe_first(time.perf_counter() - began)
             return EventStream(
@@ -238,7 +239,7 @@ class Server:
                 events,
                 stream,
                 close=holding.pop_all().aclose,
-                on_whole=lambda: observe(time.perf_counter() - began),
+                on_written=lambda: observe(time.perf_counter() - began),
             )
 
     def _note(self, tenant: str | None, began: float, answer_id: str, usages: list[Usage]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -21,8 +22,8 @@ _AS_THEY_COME = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class EventStream(StreamingResponse):
-    """The events of a stream, the first of which are known. `close` is awaited however it ends, and before it
-    `on_whole` is called if all of it was written.
+    """The events of a stream, the first of which are known. They are written past ASGI if there is a BodyWriter.
+    `on_written` is called after the last one, unless the client has gone, and `close` is awaited in any case.
     """
 
     def __init__(
@@ -32,11 +33,11 @@ class EventStream(StreamingResponse):
         stream: LiveStream,
         *,
         close: Callable[[], Awaitable[None]],
-        on_whole: Callable[[], None],
+        on_written: Callable[[], None],
     ) -> None:
         super().__init__((), headers=_AS_THEY_COME, media_type="text/event-stream")
         self._first, self._events, self._stream = first, events, stream
-        self._close, self._on_whole = close, on_whole
+        self._close, self._on_written = close, on_written
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -45,21 +46,26 @@ class EventStream(StreamingResponse):
         finally:
             await self._close()
 
-    async def _write(self, send: Send, writer: BodyWriter) -> None:
+    async def _write(self, send: Send, writer: BodyWriter | None) -> None:
+        async def send_piece(piece: bytes, *, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": piece, "more_body": more})
+
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        await send_piece(self._first)
+        try:
+            if writer is not None and not self._events.is_over:
+                await self._stream.listen(partial(self._write_news, writer))
+            while not self._events.is_over:
+                if piece := self._events.of(await self._stream.news()):
+                    await send_piece(piece)
+        except RadixrtError as error:
+            await send_piece(self._events.failure(error))
+        await send_piece(b"", more=False)
+        self._on_written()
 
-        def on_news() -> bool:
-            if writer.is_paused:  # what comes meanwhile is joined
-                writer.when_resumed(self._stream.remind)
-            elif events := self._events.of(self._stream.take()):
-                writer.write(events)
-            return not self._events.is_over
-
-        if not self._events.is_over:
-            try:
-                await self._stream.listen(on_news)
-            except RadixrtError as error:
-                writer.write(self._events.failure(error))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-        self._on_whole()
+    def _write_news(self, writer: BodyWriter) -> bool:
+        if writer.is_paused:  # what comes meanwhile is joined
+            writer.when_resumed(self._stream.remind)
+        elif piece := self._events.of(self._stream.take()):
+            writer.write(piece)
+        return not self._events.is_over

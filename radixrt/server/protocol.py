@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -19,6 +20,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     _head_timer: asyncio.TimerHandle | None = None
     _read_timer: asyncio.TimerHandle | None = None
+    _open: Sequence[RequestResponseCycle] = ()  # those whose responses are not complete; several in a row
     _on_resumed: Callable[[], None] | None = None
     _outside_bytes = 0  # that came since the last bytes of a body, or end of a head or message
 
@@ -27,7 +29,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
+        super().connection_lost(exc)  # which tells the last one alone
+        for cycle in self._open:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self._open, self._on_resumed = (), None
         _cancel(self._head_timer)
         _cancel(self._read_timer)
 
@@ -40,7 +46,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._outside_bytes = 0
         super().on_headers_complete()
-        self.scope["extensions"] = {_WRITER: {"writer": BodyWriter(self, self.cycle)}}
+        self._open = [*(cycle for cycle in self._open if not cycle.response_complete), self.cycle]
+        self.scope["extensions"] = {_WRITER: {"writer": BodyWriter(self.cycle)}}
 
     def on_body(self, body: bytes) -> None:
         self._outside_bytes = 0
@@ -52,6 +59,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._on_resumed = None
         self._await_head()
 
     def _await_head(self) -> None:
@@ -84,28 +92,32 @@ class BodyWriter:
     long for each; it begins and ends the response.
     """
 
-    def __init__(self, protocol: BoundedProtocol, cycle: RequestResponseCycle) -> None:
-        self._protocol, self._cycle = protocol, cycle
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = weakref.ref(cycle)  # whose scope has the writer: a circle would wait for the collector
 
     @property
     def is_paused(self) -> bool:
         """Whether much that was written has not been read."""
-        return self._cycle.flow.write_paused
+        cycle = self._cycle()
+        return cycle is not None and cycle.flow.write_paused and not cycle.disconnected
 
     def when_resumed(self, call: Callable[[], None]) -> None:
         """Call this once, when it is paused no more."""
-        self._protocol.when_resumed(call)
+        if (cycle := self._cycle()) is not None:
+            protocol: Any = cycle.transport.get_protocol()
+            protocol.when_resumed(call)
 
     def write(self, piece: bytes) -> None:
         """Write a piece, which is not empty; nothing once the client has gone."""
-        if not self._cycle.disconnected:
-            self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        cycle = self._cycle()
+        if cycle is not None and not cycle.disconnected:
+            cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
 
 
-def writer_of(scope: Mapping[str, Any]) -> BodyWriter:
-    """The writer of the response to a request."""
-    writer: BodyWriter = scope["extensions"][_WRITER]["writer"]
-    return writer
+def writer_of(scope: Mapping[str, Any]) -> BodyWriter | None:
+    """The writer of the response to a request; None under another protocol."""
+    found: BodyWriter | None = scope.get("extensions", {}).get(_WRITER, {}).get("writer")
+    return found
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> None:

@@ -578,49 +578,50 @@ def test_ids_of_the_callers(builtin: Runtime) -> None:
 # -- closed ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moment", ["answers have ended", "the turn is given back"])
-def test_there_is_work_until_a_step_has_ended(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
-    """Another thread looks within the last step, when no answer is left, or just as that thread goes home."""
+def test_there_is_work_until_a_step_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread looks within the last step, when no answer is left."""
     parts = simulated_parts(ConstantRunner(ord("x")), RunLimits(400, 1), 40, vocab_size=256, tokenizer=letters())
-    engine, looks, looked = parts.engine, threading.Event(), threading.Event()
-    seen: list[bool] = []
-
-    def look() -> None:
-        looks.wait(PATIENCE)
-        seen.append(runtime.has_work)
-        looked.set()
-
-    process, reads = engine.scheduler.process, []
+    engine, seen = parts.engine, []
+    process = engine.scheduler.process
 
     def booked(*arguments: Any) -> list[Answer]:
         ended = process(*arguments)
         if not engine.has_work:
-            looks.set()
-            (looked if moment == "answers have ended" else begun).wait(PATIENCE)
+            with ThreadPoolExecutor(1) as looker:
+                seen.append(looker.submit(lambda: runtime.has_work).result(PATIENCE))
         return ended
 
-    begun = threading.Event()
+    monkeypatch.setattr(engine.scheduler, "process", booked)
+    with Runtime.from_parts(parts) as runtime:
+        runtime.generate([1], SHORT)
+        assert seen == [True]
+        assert not runtime.has_work
+
+
+def test_there_is_work_though_a_step_begins_as_one_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step on its way is none that was cut in two."""
+    parts = simulated_parts(ConstantRunner(ord("x")), RunLimits(400, 1), 40, vocab_size=256, tokenizer=letters())
+    looker, stepping = threading.current_thread(), threading.Event()
 
     def is_cut(engine: Any) -> bool:
-        value = engine.__dict__["is_cut"]
-        if threading.current_thread() is looker and moment == "the turn is given back":
-            reads.append(value)
-            begun.set()
-            stepper.join(0.2)  # it cannot end before this thread has looked
-        return value
+        if threading.current_thread() is looker and stepper.ident is None:
+            stepper.start()
+            stepping.wait(0.2)  # it cannot begin before this thread has looked
+        return bool(engine.__dict__["is_cut"])
 
-    monkeypatch.setattr(engine.scheduler, "process", booked)
-    monkeypatch.setattr(type(engine), "is_cut", property(is_cut, _set_is_cut), raising=False)
+    def process(*arguments: Any) -> list[Answer]:
+        stepping.set()
+        time.sleep(0.1)
+        return booked(*arguments)
+
+    booked = parts.engine.scheduler.process
+    monkeypatch.setattr(parts.engine.scheduler, "process", process)
+    monkeypatch.setattr(type(parts.engine), "is_cut", property(is_cut, _set_is_cut), raising=False)
     with Runtime.from_parts(parts) as runtime:
-        looker = threading.Thread(target=look)
-        stepper = threading.Thread(target=runtime.generate, args=([1], SHORT))
-        for thread in (looker, stepper):
-            thread.start()
-        for thread in (looker, stepper):
-            thread.join(PATIENCE)
-        assert seen == [True]
-        assert reads in ([], [True])
-        assert not runtime.has_work
+        stepper = threading.Thread(target=runtime.step)
+        runtime.submit(runtime.prepare([1], SHORT))
+        assert runtime.has_work
+        stepper.join(PATIENCE)
 
 
 def _set_is_cut(engine: Any, value: bool) -> None:

@@ -215,3 +215,52 @@ def test_a_listener_and_a_task_of_the_same_loop() -> None:
     with streaming() as runtime:
         calls, output = run(everything())
     assert counted(calls) == len(output.token_ids) == TOKENS
+
+
+def test_a_panic_in_one_costs_no_other_its_news() -> None:
+    class Panic(BaseException):
+        pass
+
+    def raising(stream: LiveStream) -> list[StreamChunk]:
+        taken.append(None)
+        if len(taken) == 3:
+            raise Panic
+        return list(stream.take())
+
+    async def everything() -> list[Any]:
+        others = [listened(runtime, place, lambda stream: list(stream.take())) for place in range(30)]
+        return await asyncio.gather(listened(runtime, 40, raising, ENDLESS), *others, return_exceptions=True)
+
+    taken: list[None] = []
+    with streaming() as runtime:
+        first, *others = run(everything())
+    assert isinstance(first, Panic)
+    assert [counted(calls) for calls in others] == [TOKENS] * 30
+
+
+def test_what_has_ended_is_taken_although_the_device_is_lost() -> None:
+    """One has not taken its last news yet when another one's pass loses it."""
+
+    async def everything() -> tuple[list[int], Any]:
+        sizes: list[int] = []
+
+        def on_news() -> bool:
+            if may_take:
+                sizes.extend(len(chunk.token_ids) for chunk in stream.take())
+            return True
+
+        may_take = False
+        async with runtime.live_stream([[5]], Params(max_new_tokens=3, ignore_eos=True)) as stream:
+            listening = asyncio.ensure_future(stream.listen(on_news))
+            other = listened(runtime, 6, lambda stream: list(stream.take()), ENDLESS)
+            (lost,) = await asyncio.gather(other, return_exceptions=True)
+            await asyncio.sleep(0.02)
+            may_take = True
+            stream.remind()
+            await listening
+        return sizes, lost
+
+    runtime = streaming(lost_after=12)
+    sizes, lost = run(everything())
+    assert isinstance(lost, DeviceLostError)
+    assert sizes == [3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import time
@@ -9,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from radixrt.runtime import Runtime
 from radixrt.server.app import Server
@@ -75,12 +77,11 @@ def test_requests_in_a_row_are_answered_in_order(serving: Serving, runtime: Runt
     assert b"Oslo" in second
 
 
-def test_who_reads_late_gets_everything_in_fewer_events(
-    serving: Serving, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its events are joined while it does not read; others have theirs meanwhile."""
-    made = BoundedProtocol.connection_made
-    resumed: list[None] = []
+@pytest.fixture
+def resumed(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Connections have little room for what is not read; one entry for each that went on."""
+    made, resume = BoundedProtocol.connection_made, BoundedProtocol.resume_writing
+    found: list[None] = []
 
     def with_little_room(self: BoundedProtocol, transport: Any) -> None:
         made(self, transport)
@@ -88,25 +89,43 @@ def test_who_reads_late_gets_everything_in_fewer_events(
         transport.set_write_buffer_limits(high=1000)
 
     def noted(self: BoundedProtocol) -> None:
-        resumed.append(None)
+        found.append(None)
         resume(self)
 
-    resume = BoundedProtocol.resume_writing
     monkeypatch.setattr(BoundedProtocol, "connection_made", with_little_room)
     monkeypatch.setattr(BoundedProtocol, "resume_writing", noted)
-    url = serving()
-    asked = {**LONG, "max_tokens": 300, "logprobs": 0}
-    body = json.dumps({**asked, "stream": True}).encode()
-    expected = httpx.post(f"{url}/v1/completions", json=asked, timeout=60).json()["choices"][0]
+    return found
+
+
+def late_reader(url: str, content: bytes) -> socket.socket:
+    """A connection on which this was sent, with little room for what comes."""
     late = socket.socket()
     late.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     late.settimeout(20)
-    with late:
-        late.connect(("127.0.0.1", int(url.rpartition(":")[2])))
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
-        late.sendall(head % len(body) + body)
+    late.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+    late.sendall(content)
+    return late
+
+
+def posted(body: dict[str, Any], header: str = "") -> bytes:
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\n{header}Content-Length: {len(content)}\r\n\r\n"
+    return head.encode() + content
+
+
+STREAMED = {**LONG, "max_tokens": 300, "logprobs": 0, "stream": True}
+
+
+def test_who_reads_late_gets_everything_in_fewer_events(
+    serving: Serving, runtime: Runtime, resumed: list[None]
+) -> None:
+    """Its events are joined while it does not read; others have theirs meanwhile."""
+    url = serving()
+    whole = {**STREAMED, "stream": False}
+    expected = httpx.post(f"{url}/v1/completions", json=whole, timeout=60).json()["choices"][0]
+    with late_reader(url, posted(STREAMED, "Connection: close\r\n")) as late:
         until(lambda: runtime.num_running == 1)
-        with httpx.stream("POST", f"{url}/v1/completions", json={**asked, "stream": True}) as other:
+        with httpx.stream("POST", f"{url}/v1/completions", json=STREAMED, timeout=60) as other:
             assert sum(line.startswith("data: {") for line in other.iter_lines()) > 100
         until(lambda: not runtime.has_work)
         reader = late.makefile("rb")
@@ -123,3 +142,35 @@ def test_who_reads_late_gets_everything_in_fewer_events(
     assert tokens == expected["logprobs"]["tokens"]
     assert len(choices) < 200
     assert resumed
+
+
+@pytest.mark.parametrize("more", [b"", GET + b"\r\n"], ids=["one request", "two in a row"])
+def test_who_reads_nothing_and_goes_leaves_nothing(
+    serving: Serving, runtime: Runtime, resumed: list[None], more: bytes
+) -> None:
+    """Its answer has ended, and waits to be read."""
+    server = Server(runtime, "built-in", limits=Limits(pending=1))
+    with late_reader(serving(server), posted(STREAMED) + more):
+        until(lambda: runtime.num_running == 1)
+        until(lambda: not runtime.has_work)
+        assert server._pending._count == 1
+    until(lambda: server._pending._count == 0)
+    assert not runtime._driver._listeners
+
+
+def test_what_is_answered_is_gone_without_the_collector(serving: Serving) -> None:
+    """As Python's is kept from old objects, and runs rarely."""
+    url = serving()
+
+    def count() -> int:
+        return sum(type(one) in (BoundedProtocol, RequestResponseCycle) for one in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = count()
+        for _ in range(20):
+            httpx.get(f"{url}/health")
+        until(lambda: count() <= before + 2, 5)
+    finally:
+        gc.enable()

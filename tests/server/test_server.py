@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -239,3 +240,17 @@ def test_threads_are_switched_soon_in_a_process_that_serves() -> None:
     with switching_soon():
         assert sys.getswitchinterval() == pytest.approx(5e-4)
     assert sys.getswitchinterval() == before
+
+
+def test_a_stream_under_another_server_of_asgi(runtime: Runtime) -> None:
+    """Which has no way past ASGI's `send`."""
+    body = {**GREEDY, "prompt": QUESTIONS[0], "stream": True}
+
+    async def asked() -> str:
+        transport = httpx.ASGITransport(Server(runtime, "built-in").app())
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return (await client.post("/v1/completions", json=body)).text
+
+    *events, done, end = asyncio.run(asked()).split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    assert "".join(json.loads(event[6:])["choices"][0]["text"] for event in events).strip().startswith("Oslo")
