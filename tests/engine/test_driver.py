@@ -609,13 +609,13 @@ def test_there_is_work_though_a_step_begins_as_one_looks(monkeypatch: pytest.Mon
             stepping.wait(0.2)  # it cannot begin before this thread has looked
         return bool(engine.__dict__["is_cut"])
 
-    def process(*arguments: Any) -> list[Answer]:
+    def next_pass() -> Any:
         stepping.set()
         time.sleep(0.1)
-        return booked(*arguments)
+        return planned()
 
-    booked = parts.engine.scheduler.process
-    monkeypatch.setattr(parts.engine.scheduler, "process", process)
+    planned = parts.engine.scheduler.next_pass
+    monkeypatch.setattr(parts.engine.scheduler, "next_pass", next_pass)
     monkeypatch.setattr(type(parts.engine), "is_cut", property(is_cut, _set_is_cut), raising=False)
     with Runtime.from_parts(parts) as runtime:
         stepper = threading.Thread(target=runtime.step)
