@@ -11,6 +11,7 @@ from torch import nn
 from layers.place import Place
 from layers.quantization import Quantization
 from layers.ranks import ALONE, Ranks
+from layers.stages import WHOLE, Stage
 from triton_ops.implementation import Impl
 
 
@@ -22,7 +23,8 @@ class Placement:
         deterministic: the bits of a token's result depend on the tokens up to it alone, not on the pass.
         quantization: of the weights of linear layers; None: they are in `dtype`, too.
         holds_quantised: whether quantised weights are held and multiplied so; otherwise they are dequantised.
-        ranks: those that hold the model's weights together.
+        ranks: those that hold the model's weights together, or those of a stage.
+        stage: of the layers that these ranks have.
     """
 
     dtype: torch.dtype
@@ -32,6 +34,7 @@ class Placement:
     quantization: Quantization | None = None
     holds_quantised: bool = False
     ranks: Ranks = ALONE
+    stage: Stage = WHOLE
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """An uninitialised weight, in another dtype if one is given."""

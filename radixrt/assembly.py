@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from memory_pool.req_to_token_pool import ReqToTokenPool
 from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.config import RuntimeConfig
 from radixrt.engine.engine import Engine
@@ -78,7 +79,8 @@ class LoadedModel:
     def _check_alone(self, what: str) -> None:
         if self._followers is not None:
             raise ParameterError(
-                f"{what} cannot be used with tensor_parallel_size: each rank has a part of the cache"
+                f"{what} cannot be used with tensor_parallel_size or pipeline_parallel_size: each rank has a part of "
+                "the cache"
             )
 
 
@@ -93,10 +95,12 @@ def assemble(config: RuntimeConfig, decoder: Decoder | None = None) -> Parts:
     folder = folder_of(config)
     with context_beside(device):
         tokenizer = chatting_tokenizer(folder, config.chat_template_kwargs)  # a mistake shows before the weights
-    if config.tensor_parallel_size > 1:  # what does not divide is refused before processes are started
+    if config.num_ranks > 1:  # what does not divide is refused before processes are started
         architecture = find_architecture(read_architecture(folder))
-        architecture.config_class.from_folder(folder).for_ranks(config.tensor_parallel_size)
-    followers = None if config.tensor_parallel_size == 1 else start_followers(config, device)
+        model_config = architecture.config_class.from_folder(folder)
+        model_config.check_stages(config.pipeline_parallel_size)
+        model_config.for_ranks(config.tensor_parallel_size)
+    followers = None if config.num_ranks == 1 else start_followers(config, device)
     try:
         if followers is None:
             rank = assemble_rank(config, folder, decoder=decoder)
@@ -122,12 +126,15 @@ def _assembled(
     limits, kv_pool, host_pool, decoder = rank.limits, rank.kv_pool, rank.host_pool, rank.decoder
     defaults = generation_defaults(rank.folder) if config.generation_config == "auto" else SamplingParams()
     host, enabled = None if host_pool is None else host_pool.allocator, config.enable_prefix_cache
+    rows, runner = rank.rows, rank.runner if followers is None else LeadingRunner(rank.runner, followers)
+    if followers is not None and config.pipeline_parallel_size > 1 and decoder.placement.device.type != "cuda":
+        rows = ReqToTokenPool(rows.max_requests, rows.max_context_len)
+        runner = LeadingRunner(rank.runner, followers, rank.rows)
     cache = PrefixCache(
-        rank.rows, kv_pool.allocator, host_slots=host, enabled=enabled, force_miss=config.force_miss
+        rows, kv_pool.allocator, host_slots=host, enabled=enabled, force_miss=config.force_miss
     )
     running, chunk, policy = limits.max_running_requests, limits.chunked_prefill_size, config.schedule_policy
     scheduler = Scheduler(cache, SchedulerConfig(running, chunk, limits.max_samples, SchedulePolicy(policy)))
-    runner = rank.runner if followers is None else LeadingRunner(rank.runner, followers)
     frees_gpu = decoder.placement.device.type == "cuda"
     return Parts(
         config=config,

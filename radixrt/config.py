@@ -42,6 +42,7 @@ class RuntimeConfig:
         device: such as "cpu", "cuda" or "cuda:1"; None is CUDA where there is a GPU.
         tensor_parallel_size: ranks that compute the model together, each with its part of the weights: a process
             each, on cards from `device` on (docs/ranks.md).
+        pipeline_parallel_size: stages of consecutive layers, each on `tensor_parallel_size` ranks of its own.
         memory_fraction: share of the free memory that the KV pool takes, above 0, at most 1; on a GPU, of what
             weights, the largest pass and graphs leave: several Runtimes on one GPU each need a share of their own.
             None is 0.95 on a GPU and 0.25 on a CPU.
@@ -86,6 +87,7 @@ class RuntimeConfig:
     quantization: Literal["fp8"] | None = None
     device: str | torch.device | None = None
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     memory_fraction: float | None = None
     max_total_tokens: int | None = None
     host_memory_gb: float | None = None
@@ -131,6 +133,7 @@ class RuntimeConfig:
             check_float("memory_fraction", self.memory_fraction, 0.0, 1.0, above=True)
         most = {
             "tensor_parallel_size": 64,
+            "pipeline_parallel_size": 64,
             "max_running_requests": 2**16,
             "chunked_prefill_size": 2**20,
             "threads": 2**16,
@@ -143,6 +146,24 @@ class RuntimeConfig:
         if self.host_memory_gb and not self.enable_prefix_cache:
             given = f"host_memory_gb is {self.host_memory_gb!r} and enable_prefix_cache is False"
             raise ParameterError(f"{given}: nothing is kept that could go to the host")
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that compute the model together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def told_ranks(self) -> str:
+        """How many ranks there are, and why, for messages."""
+        told = f"tensor_parallel_size is {self.tensor_parallel_size}"
+        if self.pipeline_parallel_size == 1:
+            return told
+        return f"{told} and pipeline_parallel_size {self.pipeline_parallel_size}, which makes {self.num_ranks} ranks"
+
+    @property
+    def num_lanes(self) -> int:
+        """Parts of the running answers that decode in turn, so that each stage works on another part."""
+        return self.pipeline_parallel_size if self.overlap else 1
 
     @cached_property
     def run_seed(self) -> int:

@@ -179,6 +179,13 @@ MODEL = (
         int,
         also="--tp",
     ),
+    Option(
+        "pipeline_parallel_size",
+        "stages of consecutive layers, each on as many cards as --tp says (1)",
+        "N",
+        int,
+        also="--pp",
+    ),
     Option("impl", "kernels or references (kernels on a GPU)", choices=("auto", "torch", "triton")),
     Option("load_format", "dummy: random weights from config.json alone", choices=("auto", "dummy")),
     Option(

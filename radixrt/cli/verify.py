@@ -74,7 +74,7 @@ def add_verify_command(commands: Any) -> None:
         help="only this one, such as together or chunks-64; may be repeated (all)",
     )
     add_options(parser, "sampling parameters of lines that give none", SAMPLING)
-    add_options(parser, "model", [option for option in MODEL if option.name != "tensor_parallel_size"])
+    add_options(parser, "model", [option for option in MODEL if not option.name.endswith("parallel_size")])
     add_options(parser, "memory and schedule", SCHEDULE)
     parser.add_argument("--verbose", action="store_true", help="tell on stderr what starting up takes")
 

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,7 +33,7 @@ class Forward:
 
     pass_: Pass
     arrays: Arrays  # inputs and extras, by name; of a captured pass no inputs but those that draws read
-    logits: Tensor  # `[S, vocab_size]`
+    logits: Tensor  # `[S, vocab_size]`; nothing in a stage before the last
     # Bool `[B]`, whether each row's last hidden state is. None for captured decodes, where each row samples from
     # its only one: if that is not finite, the draw finds no token and says so.
     finite: Tensor | None = None
@@ -55,17 +56,21 @@ class Executor:
 
     The device keeps its own copy of `req_to_token` and the last sampled token of each row: the next pass takes its
     input from there, so that tokens go from pass to pass without the host.
+
+    A stage before the last hands its hidden states on, and has no logits. No graph sends or receives: that is done
+    before and after it, at fixed places.
     """
 
     def __init__(
         self, model: Decoder, rows: ReqToTokenPool, kv_pool: TokenToKVPool, max_scored_at_once: int
     ) -> None:
         self._model, self._kv_pool = model, kv_pool
-        self._impl, device = model.placement.impl, model.placement.device
+        self._impl, device, self._stage = model.placement.impl, model.placement.device, model.placement.stage
         self._max_scored_at_once = max_scored_at_once
         size = rows.max_requests + 1, rows.max_context_len
         self.req_to_token = torch.zeros(size, dtype=torch.int32, device=device)  # the last row is for padding
         self.last_token = torch.zeros(size[0], dtype=torch.int32, device=device)  # sampled for each row
+        self._drawn_in = np.full(size[0], -1)  # of each row, as the first of several stages counts passes
         self._staging = Staging(device)
         # Masks are sent while logits are computed. Once they are filled, all passes before have ended, and nobody
         # reads other masks.
@@ -83,7 +88,10 @@ class Executor:
         passes = {packed.key: packed for packed in idle_passes if packed.key is not None}
         shapes = [key.shape for key in passes]
         device, max_rows = self.last_token.device, max(shape.num_rows for shape in shapes)
-        size = max_rows, self._model.config.vocab_size
+        if not self._stage.is_whole:
+            most = max(packed.num_tokens for packed in passes.values())
+            self._handed, self._handed_on = self._hidden_states(most), self._hidden_states(most)
+        size = max_rows if self._stage.is_last else 0, self._model.config.vocab_size
         self._logits = torch.empty(size, dtype=self._model.placement.dtype, device=device)
         max_requests = max(shape.num_extends + shape.num_rows for shape in shapes)
         self._finite = torch.empty(max_requests, dtype=torch.bool, device=device)
@@ -94,10 +102,11 @@ class Executor:
         self._staging.fix(max(len(packed.words) for packed in passes.values()))
         for key, packed in passes.items():
             inputs, shape = packed.inputs.tensors(self._staging.upload(packed.words)), key.shape
-            compute = partial(self._compute, packed, inputs, shape.num_extends)
+            handed = None if self._stage.is_first else self._handed[: packed.num_tokens]
+            compute = partial(self._compute, packed, inputs, shape.num_extends, handed)
             warm_up = partial(compute, num_blocks=self._model.num_unlike_blocks)
             self.graphs[key] = recorder.captured(compute, warm_up)
-            if shape.is_decode and shape not in self._decode_inputs:
+            if shape.is_decode and shape not in self._decode_inputs and self._stage.is_last:
                 self._decode_inputs[shape] = inputs
                 for features in CAPTURED_DRAWS:
                     draw = partial(self._draw_decodes, shape, features)
@@ -111,21 +120,62 @@ class Executor:
         if "changed_rows" in arrays:
             rows, positions, slots = (arrays[f"changed_{name}"] for name in ("rows", "positions", "slots"))
             write_cells(self.req_to_token, rows, positions, slots, impl=self._impl)
+        handed = self._taken_over(pass_, packed)
         if key is None:
             arrays = packed.inputs.tensors(words) | arrays
-            return Forward(pass_, arrays, *self._compute(packed, arrays, pass_.num_extends))
+            computed = Forward(pass_, arrays, *self._compute(packed, arrays, pass_.num_extends, handed))
+            if not self._stage.is_last:
+                assert computed.hidden is not None
+                self._hand_on(pass_, computed.hidden)
+            return computed
         self.graphs[key]()
+        if not self._stage.is_last:
+            self._hand_on(pass_, self._handed_on[: packed.num_tokens])
+            return Forward(pass_, arrays, self._logits)
         logits = self._logits[: len(pass_.sampling.logits_rows)]
         if not key.shape.is_decode:
             return Forward(pass_, arrays, logits, self._finite[: pass_.num_rows])
         inputs = self._decode_inputs[key.shape]
         return Forward(pass_, {**inputs, **arrays} if arrays else inputs, logits, decodes=key.shape)
 
+    def _taken_over(self, pass_: Pass, packed: PackedPass) -> Tensor | None:
+        """What this stage gets from others for a pass: hidden states, or None in the first stage, which gets the
+        tokens that it does not know.
+        """
+        if self._stage.receiver is not None:
+            rows = ~pass_.input_ids[pass_.input_ids < 0]
+            self._stage.receiver.take(int(self._drawn_in[rows].max(initial=-1)), self.last_token)
+        if self._stage.before is None:
+            return None
+        count = packed.num_tokens
+        place = self._hidden_states(count) if packed.key is None else self._handed[:count]
+        return self._stage.before.receive(place)
+
+    def _hand_on(self, pass_: Pass, hidden: Tensor) -> None:
+        """Send the hidden states of a pass to the next stage; the first stage awaits the tokens drawn from it."""
+        if self._stage.after is not None:
+            self._stage.after.send(hidden)
+        if self._stage.receiver is not None and len(pass_.sampling.logits_rows):
+            self._drawn_in[pass_.req_pool_indices[pass_.num_samples > 0]] = self._stage.receiver.expect(
+                self.last_token
+            )
+
+    def _hidden_states(self, num_tokens: int) -> Tensor:
+        """A place for so many."""
+        placement = self._model.placement
+        size = num_tokens, self._model.config.hidden_size
+        return torch.empty(size, dtype=placement.dtype, device=placement.device)
+
     def _compute(
-        self, packed: PackedPass, arrays: Arrays, num_extends: int, num_blocks: int | None = None
+        self,
+        packed: PackedPass,
+        arrays: Arrays,
+        num_extends: int,
+        handed: Tensor | None,
+        num_blocks: int | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """The one way from the words of a pass to its logits, flags and hidden states. Logits and flags of a pass
-        with a key are left in their places, too.
+        with a key are left in their places, too, and so are hidden states to be handed on.
         """
         is_decode = packed.key is not None and packed.key.shape.is_decode
         if is_decode:
@@ -143,8 +193,14 @@ class Executor:
             num_extends=num_extends,
             num_extend_tokens=InputMetadata.count_extend_tokens(host["extend_seq_lens"], num_extends),
         )
-        ids = known_tokens(arrays["input_ids"], self.last_token, impl=self._impl)
-        hidden = self._model(ids, metadata, self._kv_pool, num_blocks=num_blocks)
+        ids = arrays["input_ids"]
+        if self._stage.is_first:
+            ids = known_tokens(ids, self.last_token, impl=self._impl)
+        hidden = self._model(ids, metadata, self._kv_pool, handed=handed, num_blocks=num_blocks)
+        if not self._stage.is_last:
+            if packed.key is not None:
+                self._handed_on[: len(hidden)].copy_(hidden)
+            return hidden[:0], None, hidden
         finite = None
         if not is_decode:
             finite = finite_rows(hidden.index_select(0, arrays["last_tokens"]), impl=self._impl)
@@ -175,6 +231,12 @@ class Executor:
         """Start the draws of a pass, with the masks, in `mask_memory`, of those that are masked: `last_token` gets
         the first token of each row. Masked logits are no more what the model made of them.
         """
+        drawn = self._draw(forward, masks)
+        if self._stage.sender is not None and len(forward.pass_.sampling.logits_rows):
+            self._stage.sender.send(self.last_token)
+        return drawn
+
+    def _draw(self, forward: Forward, masks: Int32Array | None) -> Drawn:
         arrays, sampling, logits = forward.arrays, forward.pass_.sampling, forward.logits
         processed, last_token = sampling.processed, self.last_token
         unmasked = logits  # log-probabilities are of these

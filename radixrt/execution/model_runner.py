@@ -48,10 +48,14 @@ class PassInFlight:
 
     accepted: Int32Array
     # Of token ids and flags, or, for captured decodes, of the executor's `results`, which has both; of
-    # log-probabilities; of those of prompts. The last two are empty where nobody wants them.
+    # log-probabilities; of those of prompts. The last two are empty where nobody wants them. None at all in a stage
+    # before the last.
     copies: list[list[HostCopy]]
     timed: TimedPass
     waited_for_masks: bool = False
+
+
+_NOTHING_DRAWN = PassResult(*(np.zeros(0, np.int32),) * 2, np.zeros(0, np.bool_))
 
 
 @dataclass
@@ -72,7 +76,7 @@ class _Prepared:
 
 
 class ModelRunner:
-    """The `Runner` that computes a model's passes.
+    """The `Runner` that computes a model's passes, or those of a stage, of which the last one draws.
 
     Passes of as many requests as `captured` says, or MAX_CAPTURED_BATCH, run as captured graphs, once
     `capture_graphs` has been called; so do those with as many tokens of extends, where a model is small enough to
@@ -108,9 +112,8 @@ class ModelRunner:
             kernels=kernels,
             superblock=SUPERBLOCK if placement.deterministic else None,
         )
-        num_weights = sum(weight.numel() for weight in model.parameters())
         max_batch, max_tokens = captured.max_running_requests, captured.chunked_prefill_size
-        self._shapes = captured_shapes(max_batch, max_tokens, num_weights, tuning.token_sizes)
+        self._shapes = captured_shapes(max_batch, max_tokens, model.num_weights, tuning.token_sizes)
         self._builder = PassBuilder(self.planner, self._shapes, rows.max_requests, tuning.max_plan_passes)
         self._prepared: _Prepared | None = None
         self.launched_words: Int32Array = np.zeros(0, np.int32)  # of the pass that was launched last
@@ -148,6 +151,8 @@ class ModelRunner:
             self._timer.start()
             self.launched_words = packed.words
             forward = self.executor.forward(pass_, packed)
+            if not self.model.stage.is_last:  # the last one draws
+                return PassInFlight(pass_.num_samples, [], self._timer.end())
             if pass_.sampling.masked is None:
                 return self._drawn(forward)
             self._timer.pause()
@@ -185,6 +190,8 @@ class ModelRunner:
             handle = handle.drawn
         assert isinstance(handle, PassInFlight)
         seconds, launching = self._timer.wait(handle.timed)
+        if not handle.copies:
+            return _NOTHING_DRAWN
         sampled, *others = ([self.copies.take(copy) for copy in copies] for copies in handle.copies)
         accepted, count = handle.accepted, len(handle.accepted)
         if len(sampled) == 1:

@@ -51,6 +51,12 @@ class PackedPass:
     plans: PassPlans[Int32Array]  # on the host
     extras: Layout = _NOTHING  # where all others lie, after the inputs: changes of rows, draws, scored tokens
 
+    @property
+    def num_tokens(self) -> int:
+        """T, with padding."""
+        words, _ = self.inputs.places["input_ids"]
+        return int(words.stop - words.start)
+
     def with_extras(self, extras: Arrays) -> PackedPass:
         """The pass with other arrays after its inputs."""
         words, layout = packed(extras, before=self.words)

@@ -183,6 +183,11 @@ class ModelConfig:
         part._check_units(self)
         return part
 
+    def check_stages(self, count: int) -> None:
+        """Raise ModelError where there are not so many layers."""
+        if count > self.num_layers:
+            raise ModelError(f"num_hidden_layers {self.num_layers} is less than pipeline_parallel_size {count}")
+
     def _check_units(self, whole: ModelConfig) -> None:
         """Raise ModelError where this part of the `whole` model would begin within a unit of its weights."""
         if self.quantization is None:

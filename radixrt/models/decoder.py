@@ -100,11 +100,12 @@ class Attention(nn.Module):
         norm = None
         if q_norm is not None and k_norm is not None and self.norms_each_head:
             norm = HeadNorm(q_norm.weight, k_norm.weight, q_norm.eps, q_norm.offset, norm_after_rotation)
+        own_id = layer_id - placement.stage.layers(config.num_layers).start  # of the stage's part of the KV pool
         scale = self.head_dim**-0.5 if scale is None else scale
         self.sinks = placement.parameter(config.num_heads, dtype=torch.float32) if sinks else None
         scoring = Scoring(scale, softcap, config.attention[layer_id].window, self.sinks)
         self.attention = RadixAttention(
-            layer_id,
+            own_id,
             scoring,
             cos_sin_cache=cos_sin_cache,
             q_factors=q_factors,
@@ -253,7 +254,8 @@ class Decoder(nn.Module):
 
     A family overrides `build_...` methods, each called once, or once a layer. `config_class` reads the family's
     config, `block_class` runs a layer. Where ranks hold the model together, `config` and weights are of this
-    rank's part (see `ModelConfig.for_ranks`); hidden states and logits are whole on each rank.
+    rank's part (see `ModelConfig.for_ranks`); hidden states and logits are whole on each rank. A stage has blocks
+    for `layers`, counted in the whole model, the first one the embedding, the last one norm and head.
     """
 
     config_class: ClassVar[type[ModelConfig]] = ModelConfig
@@ -263,16 +265,19 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.placement = placement
-        self.embedding = self.build_embedding()
+        self.stage, self.layers = placement.stage, placement.stage.layers(config.num_layers)
+        if self.stage.is_first or (self.stage.is_last and config.tie_word_embeddings):
+            self.embedding = self.build_embedding()
         ropes = {kind.rope for kind in config.attention if kind.rope is not None}
         self._rotaries = {
             rope: rope.cos_sin_cache(config.head_dim, config.context_length, placement.device) for rope in ropes
         }
         self.blocks = nn.ModuleList()
-        for layer_id in range(config.num_layers):
+        for layer_id in self.layers:
             self.blocks.append(self.build_block(layer_id))
-        self.norm = self.build_norm(config.hidden_size)
-        self.head = self.build_head()
+        if self.stage.is_last:
+            self.norm = self.build_norm(config.hidden_size)
+            self.head = self.build_head()
 
     def build_embedding(self) -> Embedding:
         return Embedding(self.config.vocab_size, self.config.hidden_size, placement=self.placement)
@@ -315,23 +320,41 @@ class Decoder(nn.Module):
         """How many leading blocks launch all kernels; at least two, for the first adds no residual."""
         kinds = [
             (self.config.attention[layer_id], type(block.feed_forward), _are_quantised(block))
-            for layer_id, block in enumerate(self.blocks)
+            for layer_id, block in zip(self.layers, self.blocks, strict=True)
         ]
         return min(max(2, *(kinds.index(kind) + 1 for kind in kinds)), len(kinds))
 
-    def forward(
-        self, input_ids: Tensor, metadata: InputMetadata, kv_pool: KVCache, *, num_blocks: int | None = None
-    ) -> Tensor:
-        """Run a pass over `input_ids` int32 or int64 `[T]`, writing the tokens' KV into `kv_pool`.
+    @cached_property
+    def num_weights(self) -> int:
+        """About how many weights a rank has. All ranks are told the same number: they pad passes by it."""
+        return sum(weight.numel() for weight in self.parameters())
 
-        Returns the hidden states after the last norm, `[T, hidden_size]` in the model's dtype. With `num_blocks`
-        only the first blocks run, to warm up their kernels: the result means nothing then.
+    def forward(
+        self,
+        input_ids: Tensor,
+        metadata: InputMetadata,
+        kv_pool: KVCache,
+        *,
+        handed: Tensor | None = None,
+        num_blocks: int | None = None,
+    ) -> Tensor:
+        """Run a pass over `input_ids` int32 or int64 `[T]`, writing the tokens' KV into `kv_pool`. Stages but the
+        first one take what the one before has `handed` on, `[T, hidden_size]` in the model's dtype.
+
+        Returns the hidden states after the last norm, or those to be handed on, of the same kind. With
+        `num_blocks` only the first blocks run, to warm up their kernels: the result means nothing then.
         """
-        hidden: Tensor = self.embedding(input_ids)
+        hidden: Tensor = self.embedding(input_ids) if handed is None else handed
         residual: Tensor | None = None
         for block in islice(self.blocks, num_blocks):
             hidden, residual = block(hidden, residual, metadata, kv_pool)
-        return self.final_norm(hidden, residual)
+        return self.final_norm(hidden, residual) if self.stage.is_last else self.handed_on(hidden, residual)
+
+    def handed_on(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
+        """The output of the stage's last layer, `[T, hidden_size]`."""
+        if residual is None:
+            return hidden
+        return residual + (hidden.sum(0).to(residual.dtype) if hidden.dim() == 3 else hidden)  # it may be parts
 
     def final_norm(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
         """Normalise the last layer's output."""
@@ -349,13 +372,16 @@ class Decoder(nn.Module):
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Place]]:
         """Yield each tensor that a checkpoint stores: its name, and its place, such as a view of a parameter."""
-        yield from self.embedding.checkpoint_tensors("model.embed_tokens")
-        for layer_id, block in enumerate(self.blocks):
+        is_tied = self.config.tie_word_embeddings
+        if self.stage.is_first or (self.stage.is_last and is_tied):
+            yield from self.embedding.checkpoint_tensors("model.embed_tokens")
+        for layer_id, block in zip(self.layers, self.blocks, strict=True):
             assert isinstance(block, Block)
             yield from block.checkpoint_tensors(f"model.layers.{layer_id}")
-        yield from self.norm.checkpoint_tensors("model.norm")
-        if not self.config.tie_word_embeddings:
-            yield from self.head.checkpoint_tensors("lm_head")
+        if self.stage.is_last:
+            yield from self.norm.checkpoint_tensors("model.norm")
+            if not is_tied:
+                yield from self.head.checkpoint_tensors("lm_head")
 
     def split_stored(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield a stored tensor under the names of `checkpoint_tensors`: itself, or its parts.

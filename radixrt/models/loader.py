@@ -19,6 +19,7 @@ from layers.place import LeftPlain, Place, unpacked
 from layers.placement import Placement
 from layers.quantization import Quantization, Scales
 from layers.ranks import ALONE, Ranks
+from layers.stages import WHOLE, Stage
 from radixrt.errors import ModelError
 from radixrt.files.model_files import unusable_file
 from radixrt.models import gguf_file
@@ -63,6 +64,7 @@ def load_model(
     deterministic: bool = False,
     quantization: Literal["fp8"] | None = None,
     ranks: Ranks = ALONE,
+    stage: Stage = WHOLE,
 ) -> tuple[Decoder, ModelConfig]:
     """Load the model in `source`, a folder or a hub id in Hugging Face format, onto `device`.
 
@@ -76,12 +78,13 @@ def load_model(
         quantization: "fp8" quantises the weights of linear layers as they are loaded, with a scale for each
             output; a checkpoint in e4m3 is taken as it is, one in 4 bits is refused. Where ranks hold parts of an
             output, each part has a scale of its own.
-        ranks: those that hold the model together; each of them loads its part.
+        ranks: those that hold the model, or a stage of it, together; each of them loads its part.
+        stage: that these ranks hold; tensors of others are not read.
 
     Returns the decoder, whose `config` and weights are this rank's part, and the config of the whole model.
 
     Raises:
-        ModelError: the source cannot be used, or not by so many ranks.
+        ModelError: the source cannot be used, or not by so many ranks or stages.
         ParameterError: the model cannot have this context length.
     """
     if load_format not in get_args(LoadFormat):
@@ -91,6 +94,7 @@ def load_model(
     config = decoder.config_class.from_folder(folder)
     if context_length is not None:
         config = config.with_context_length(context_length)
+    config.check_stages(stage.count)
     part, device = config.for_ranks(ranks.size), torch.device(device)
     files = WeightFiles.of(folder) if load_format == "auto" else None
     stored = [] if files is None else files.stored()
@@ -117,8 +121,8 @@ def load_model(
     whole = _skeleton(decoder, config, placement)
     if files is not None:
         _check_stored(whole, config, files, stored)
-    placement = replace(placement, ranks=replace(ranks, ordered=deterministic))
-    _check_fits(whole if ranks.is_alone else _skeleton(decoder, part, placement), config, device)
+    placement = replace(placement, ranks=replace(ranks, ordered=deterministic), stage=stage)
+    _check_fits(whole if ranks.is_alone and stage.is_whole else _skeleton(decoder, part, placement), config, device)
     model = decoder(part, placement)
     _hold_plain(model)
     if files is None:
@@ -158,8 +162,8 @@ def reload_weights(
         raise ModelError(f"{folder} is not a checkpoint of this model: {'; '.join(differing)}")
     files = WeightFiles.of(folder)
     whole = model
-    if not model.placement.ranks.is_alone:
-        whole = _skeleton(type(model), config, replace(model.placement, ranks=ALONE))
+    if not (model.placement.ranks.is_alone and model.placement.stage.is_whole):
+        whole = _skeleton(type(model), config, replace(model.placement, ranks=ALONE, stage=WHOLE))
     _check_stored(whole, config, files, files.stored())
     before_change()
     _fill_from_files(model, whole, config, files)
@@ -373,14 +377,20 @@ def _fill_from_files(model: Decoder, whole: Decoder, config: ModelConfig, files:
     """Copy every tensor into place, the rank's part of it; `_check_stored` has found all of them in `whole`.
 
     A file is mapped to memory: what is cut off is not read, but for rows whose columns are cut finer than pages.
+    What other stages have is not even mapped.
     """
     places, wholes = dict(model.checkpoint_tensors()), dict(whole.checkpoint_tensors())
+    elsewhere = wholes.keys() - places.keys()
     for file in files.files:
         try:
             with safe_open(file, framework="pt", device="cpu") as tensors:
                 for stored in tensors.keys():  # noqa: SIM118 (not a mapping)
+                    if elsewhere:
+                        shape = torch.empty(tensors.get_slice(stored).get_shape(), device="meta")
+                        if not any(name in places for name, _ in _parts(whole, config, stored, shape)):
+                            continue
                     for name, tensor in _parts(whole, config, stored, tensors.get_tensor(stored)):
-                        if not _is_ignored(name, config):
+                        if not _is_ignored(name, config) and name not in elsewhere:
                             place = places[name]
                             place.copy_(rank_part(name, tensor, wholes[name], place, model.placement.ranks))
         except (SafetensorError, OSError) as error:
@@ -417,10 +427,15 @@ def _fill_randomly(model: Decoder, whole: Decoder, std: float, seed: int) -> Non
     chance = torch.Generator(device="cpu").manual_seed(seed)
     codes = torch.randint(256, noise.shape, dtype=torch.uint8, device="cpu", generator=chance)
     # Device and dtype are those of most weights: rounded once, then copied.
-    noise, codes = noise.to(model.norm.weight), codes.to(model.norm.weight.device)
+    placement = model.placement
+    noise, codes = noise.to(placement.device, placement.dtype), codes.to(placement.device)
     offset, places, ranks = 0, dict(model.checkpoint_tensors()), model.placement.ranks
     for name, whole_place in whole.checkpoint_tensors():
         if name.endswith("norm.weight"):
+            continue
+        if name not in places:  # another stage has it
+            if not name.endswith(".scales"):
+                offset = (offset + whole_place.shape.numel()) % DUMMY_PERIOD
             continue
         place = unpacked(places[name])
         source = codes if place.dtype == torch.uint8 else noise

@@ -64,7 +64,7 @@ class SandwichDecoder(Decoder):
     def build_block(self, layer_id: int) -> SandwichBlock:
         size = self.config.hidden_size
         return self.sandwich_class(
-            entry_norm=self._exit_norm() if layer_id else None,
+            entry_norm=self._exit_norm() if self.blocks else None,
             attention_norm=self.build_norm(size),
             attention=self.build_attention(layer_id),
             after_attention_norm=self.build_norm(size),
@@ -72,6 +72,10 @@ class SandwichDecoder(Decoder):
             feed_forward=self.build_feed_forward(layer_id),
             after_feed_forward_norm=self.build_norm(size),
         )
+
+    def handed_on(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
+        assert residual is not None
+        return self._exit_norm().onto(hidden, residual)
 
     def final_norm(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
         assert residual is not None

@@ -67,20 +67,20 @@ def follow(channel: Channel, first: dict[str, Any]) -> None:
     """Be a rank until the first one closes its end."""
     import torch
 
-    from radixrt.ranks.group import joined, store_at
+    from radixrt.ranks.group import Shape, joined, store_at
     from radixrt.ranks.rank import assemble_rank, folder_of
 
-    store = store_at(first["port"], first["size"])
-    device = torch.device(first["config"]["device"])
+    config = RuntimeConfig(**first["config"])
+    shape = Shape(config.num_ranks, config.pipeline_parallel_size)
+    store = store_at(first["port"], shape.size)
 
     channel.send(Message({"here": True}))
-    group = joined(store, first["rank"], first["size"], device)
+    group = joined(store, first["rank"], shape, torch.device(first["config"]["device"]))
 
     def loaded() -> None:
         channel.send(Message({"loaded": True}))
 
     try:
-        config = RuntimeConfig(**first["config"])
         parts = assemble_rank(config, folder_of(config), group, loaded)
     except RadixrtError as error:
         channel.send(Message({"refused": error_as_json(error)}))

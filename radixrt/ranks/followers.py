@@ -14,7 +14,7 @@ import torch
 
 from radixrt.config import RuntimeConfig, config_as_json
 from radixrt.errors import DeviceLostError, ModelError, ParameterError, RadixrtError
-from radixrt.ranks.group import RankGroup, joined, waiting_store
+from radixrt.ranks.group import RankGroup, Shape, joined, waiting_store
 from radixrt.workers.channel import Message, error_of
 from radixrt.workers.process import Process
 
@@ -38,6 +38,7 @@ class Followers:
 
     def __init__(self, config: RuntimeConfig, devices: list[torch.device]) -> None:
         self._store, self._size = waiting_store(len(devices)), len(devices)
+        self._shape = Shape(len(devices), config.pipeline_parallel_size)
         self._device, self._group = devices[0], RankGroup()
         self._lost: str | None = None  # why
         self._refusal: RadixrtError | None = None  # of one that could not be made
@@ -52,7 +53,7 @@ class Followers:
         try:
             for rank, device in enumerate(devices[1:], start=1):
                 own = config_as_json(config) | {"device": str(device)}
-                first = {"config": own, "rank": rank, "size": self._size, "port": self._store.port}
+                first = {"config": own, "rank": rank, "port": self._store.port}
                 self._processes.append(Process(PROGRAM, {}, Message(first)))
         except BaseException:
             self.close()
@@ -62,7 +63,7 @@ class Followers:
         """The group of all ranks. Raises ModelError where one has ended before it could join."""
         for rank in range(1, self._size):
             self._wait_for("here", rank)
-        self._group = joined(self._store, 0, self._size, self._device)
+        self._group = joined(self._store, 0, self._shape, self._device)
         return self._group
 
     def wait_until_loaded(self) -> None:
@@ -94,14 +95,22 @@ class Followers:
         self._wait_until(lambda: self._lost is not None, _REASON_SECONDS)
         return self._refusal or (None if self._lost is None else ModelError(self._lost))
 
-    def send(self, message: Message) -> None:
-        """Tell all of them. Raises DeviceLostError where one is lost."""
+    def send(
+        self, message: Message, *, draws: bool = False, meanwhile: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Tell all of them; with `draws`, those of the last stage alone. While there is no room for it, `meanwhile`
+        is called: it returns whether it has done something. Raises DeviceLostError where one is lost.
+        """
         self.check()
+        told = self._processes[: self._shape.stage_size - 1] if draws else self._processes
         try:
-            for process in self._processes:
+            for process in told:
                 process.send(message)
-            for process in self._processes:
+            for process in told:
                 while process.channel.has_unsent and self._lost is None:
+                    if meanwhile():
+                        process.channel.flush()
+                        continue
                     poll = select.poll()
                     poll.register(process.channel, select.POLLOUT)
                     poll.poll(1000 * _LOOK_SECONDS)
@@ -229,12 +238,12 @@ def start_followers(config: RuntimeConfig, device: torch.device) -> Followers:
 
     Raises ParameterError where there are not so many cards.
     """
-    size = config.tensor_parallel_size
+    size = config.num_ranks
     if device.type != "cuda":
         return Followers(config, [device] * size)
     first = torch.cuda.current_device() if device.index is None else device.index
     if first + size > (count := torch.cuda.device_count()):
         raise ParameterError(
-            f"tensor_parallel_size is {size}, from cuda:{first} on, but torch sees {count} CUDA devices"
+            f"{config.told_ranks}, from cuda:{first} on, but torch sees {count} CUDA devices"
         )
     return Followers(config, [torch.device("cuda", first + rank) for rank in range(size)])

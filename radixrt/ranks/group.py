@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,9 +15,31 @@ import torch.distributed.distributed_c10d as c10d
 
 from layers.ranks import ALONE as ALONE_IN_LAYERS
 from layers.ranks import Ranks
+from layers.stages import WHOLE, Link, Stage, TokenReceiver, TokenSender
 
 _HOST = "127.0.0.1"
 START_SECONDS = 1800  # that ranks wait for one another while they load
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`size` ranks in `num_stages` stages of equally many. They are counted from the last stage on, so that rank 0,
+    which plans, is in that one, draws, and needs to be told nothing.
+    """
+
+    size: int = 1
+    num_stages: int = 1
+
+    @property
+    def stage_size(self) -> int:
+        return self.size // self.num_stages
+
+    def stage_of(self, rank: int) -> int:
+        return self.num_stages - 1 - rank // self.stage_size
+
+    def rank_of(self, stage: int, place: int) -> int:
+        """The rank that has this place in a stage."""
+        return (self.num_stages - 1 - stage) * self.stage_size + place
 
 
 @dataclass(frozen=True)
@@ -24,12 +47,18 @@ class RankGroup:
     """A process's place among the ranks of a model; by itself it agrees with itself.
 
     Attributes:
-        ranks: as layers see it.
-        control: torch's process group for numbers on the host.
+        ranks: those that hold its stage together, as layers see them.
+        stage: as the executor sees it.
+        shape: of all ranks.
+        control: torch's process group of all ranks, for numbers on the host.
+        groups: all of torch's process groups on the device.
     """
 
     ranks: Ranks = ALONE_IN_LAYERS
+    stage: Stage = WHOLE
+    shape: Shape = Shape()
     control: Any = None
+    groups: tuple[Any, ...] = ()
 
     def least(self, number: int) -> int:
         """The least of the numbers that the ranks give."""
@@ -43,9 +72,9 @@ class RankGroup:
 
     def abort(self) -> None:
         """End what waits for ranks that have gone, from another thread."""
-        group = self.ranks.group
-        if group is not None and hasattr(group, "abort"):
-            group.abort()
+        for group in self.groups:
+            if hasattr(group, "abort"):
+                group.abort()
 
 
 ALONE = RankGroup()
@@ -77,16 +106,63 @@ def _gloo(store: Any, name: str, rank: int, size: int) -> Any:
     return c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), rank, size, options)
 
 
-def joined(store: Any, rank: int, size: int, device: torch.device) -> RankGroup:
+def joined(store: Any, rank: int, shape: Shape, device: torch.device) -> RankGroup:
     """The group of all ranks; waits for the others. No group of torch's own is made for the process: it may have
     several Runtimes.
     """
-    control = _gloo(store, "control", rank, size)
-    if device.type != "cuda":
-        return RankGroup(Ranks(rank, size, _gloo(store, "layers", rank, size)), control)
+    control = _gloo(store, "control", rank, shape.size)
+    make = _nccl if device.type == "cuda" else _gloo
+    groups: list[Any] = []
+
+    def group(name: str, own: int, size: int) -> Any:
+        groups.append(make(store, name, own, size))
+        return groups[-1]
+
+    stage, place = shape.stage_of(rank), rank % shape.stage_size
+    ranks = ALONE_IN_LAYERS
+    if shape.num_stages == 1 or shape.stage_size > 1:
+        ranks = Ranks(place, shape.stage_size, group(f"layers {stage}", place, shape.stage_size))
+    own = _stage(group, stage, place, shape.num_stages)
+    if device.type == "cuda":
+        _connect(ranks, own, device)
+    return RankGroup(ranks, own, shape, control, tuple(groups))
+
+
+def _nccl(store: Any, name: str, rank: int, size: int) -> Any:
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=START_SECONDS)
-    ranks = Ranks(rank, size, c10d.ProcessGroupNCCL(c10d.PrefixStore("layers", store), rank, size, options))
-    ranks.summed(torch.zeros(1, device=device))  # connections are made by the first sum
+    return c10d.ProcessGroupNCCL(c10d.PrefixStore(name, store), rank, size, options)
+
+
+def _stage(group: Callable[[str, int, int], Any], index: int, place: int, count: int) -> Stage:
+    """A rank's links to those of the same place in other stages. Each is a group of its own: on a GPU it then has a
+    stream of its own, and tokens that go back wait for no hidden states on their way, which wait for them.
+    """
+    if count == 1:
+        return WHOLE
+    before = after = sender = receiver = None
+    depth = 2 * count + 2  # more passes than are ever in flight
+    if index > 0:
+        before = Link(group(f"hidden {index - 1} {place}", 1, 2))
+    if index < count - 1:
+        after = Link(group(f"hidden {index} {place}", 0, 2))
+    if index == count - 1:
+        sender = TokenSender(Link(group(f"tokens {place}", 0, 2)), depth)
+    if index == 0:
+        receiver = TokenReceiver(Link(group(f"tokens {place}", 1, 2)), depth)
+    return Stage(index, count, before, after, sender, receiver)
+
+
+def _connect(ranks: Ranks, stage: Stage, device: torch.device) -> None:
+    """Connections are made by the first sum, and by what is sent first: before kernels run that others wait for."""
+    number = torch.zeros(1, device=device)
+    ranks.summed(number)
+    if stage.before is not None:
+        stage.before.receive(number)
+    if stage.after is not None:
+        stage.after.send(number)
+    if stage.sender is not None:
+        stage.sender.send(number)
+    if stage.receiver is not None:
+        stage.receiver.take(stage.receiver.expect(number), number)
     torch.cuda.synchronize(device)
-    return RankGroup(ranks, control)

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
+from dataclasses import dataclass
 
 from memory_pool.kv_transfers import KVTransfer
+from memory_pool.req_to_token_pool import ReqToTokenPool
 from radixrt.arrays import Int32Array
 from radixrt.errors import DeviceLostError
 from radixrt.execution.model_runner import ModelRunner
@@ -19,32 +21,70 @@ from radixrt.workers.channel import Message
 COMPARE_EVERY = 64  # passes
 
 
+@dataclass(eq=False)
+class _Launch:
+    """A pass that the others have been told of, and this rank's handle of it once it has launched its part."""
+
+    pass_: Pass
+    handle: object = None
+
+
 class LeadingRunner:
-    """A `Runner`. All ranks compute the same passes in the same order, each with its part of the weights, and draw
-    the same tokens: nothing comes back from the others. Whatever fails on one of them ends all.
+    """A `Runner`. All ranks compute the same passes in the same order, each with its part of the weights, and those
+    of the last stage, which the first rank is in, draw the same tokens: nothing comes back from the others. Whatever
+    fails on one of them ends all.
+
+    On a CPU, where launching computes, the first rank does its part of a pass when the pass is collected, or masks
+    come for it: the stages before work on the passes after it by then. `own_rows` is the table that it computes
+    with then, as far as these passes have come; None: the scheduler's, on a GPU and where there are no stages.
     """
 
-    def __init__(self, own: ModelRunner, followers: Followers) -> None:
-        self._own, self._followers = own, followers
+    def __init__(self, own: ModelRunner, followers: Followers, own_rows: ReqToTokenPool | None = None) -> None:
+        self._own, self._followers, self._own_rows = own, followers, own_rows
         self._writer, self._num_launched = PassWriter(), 0
+        self._waiting: deque[_Launch] = deque()  # for this rank's part
 
     def transfer(self, transfers: deque[KVTransfer]) -> None:
         """See `Runner`."""
-        self._followers.send(transfers_message(transfers))
+        self._tell(transfers_message(transfers))
         self._own.transfer(transfers)
 
     def prepare(self, pass_: Pass) -> None:
         """See `Runner`."""
-        self._own.prepare(pass_)
+        if self._own_rows is None:
+            self._own.prepare(pass_)
 
     def launch(self, pass_: Pass) -> object:
         """See `Runner`."""
-        self._followers.send(self._writer.message(pass_))
-        handle = self._own.launch(pass_)
+        self._tell(self._writer.message(pass_))
+        launch = _Launch(pass_)
+        self._waiting.append(launch)
+        if self._own_rows is None:
+            self._compute_until(launch)
+        return launch
+
+    def _tell(self, message: Message) -> None:
+        """A rank that reads nothing more may wait for tokens of passes that wait here."""
+        self._followers.send(message, meanwhile=self._compute_next)
+
+    def _compute_until(self, last: _Launch) -> None:
+        """Launch this rank's part of all that waits, up to `last`."""
+        while last.handle is None:
+            self._compute_next()
+
+    def _compute_next(self) -> bool:
+        """Launch this rank's part of the next pass that waits, if one does."""
+        if not self._waiting:
+            return False
+        launch = self._waiting.popleft()
+        changes = launch.pass_.row_changes
+        if self._own_rows is not None:
+            self._own_rows.req_to_token[changes.rows, changes.positions] = changes.slots
+        launch.handle = self._own.launch(launch.pass_)
         if self._num_launched % COMPARE_EVERY == 0:
             self._followers.compare(0, self._num_launched, digest_of(self._own))
         self._num_launched += 1
-        return handle
+        return True
 
     def mask_memory(self, num_masks: int, num_words: int) -> Int32Array:
         """See `Runner`."""
@@ -52,13 +92,17 @@ class LeadingRunner:
 
     def draw_masked(self, handle: object, masks: Int32Array) -> None:
         """See `Runner`."""
-        self._followers.send(Message({"masks": masks.shape}, masks.reshape(-1)))
-        self._own.draw_masked(handle, masks)
+        assert isinstance(handle, _Launch)
+        self._followers.send(Message({"masks": masks.shape}, masks.reshape(-1)), draws=True)
+        self._compute_until(handle)
+        self._own.draw_masked(handle.handle, masks)
 
     def collect(self, handle: object) -> PassResult:
         """See `Runner`."""
+        assert isinstance(handle, _Launch)
         with self._followers.waited_for():
-            result = self._own.collect(handle)
+            self._compute_until(handle)
+            result = self._own.collect(handle.handle)
         self._followers.check()
         return result
 

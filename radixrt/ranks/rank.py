@@ -152,9 +152,11 @@ def assemble_rank(
                 deterministic=config.deterministic,
                 quantization=config.quantization,
                 ranks=group.ranks,
+                stage=group.stage,
             )
     else:
         whole_config = decoder.config
+    decoder.num_weights = group.least(decoder.num_weights)
     loaded()
     model_config = decoder.config
     context_length = model_config.context_length
@@ -162,7 +164,7 @@ def assemble_rank(
     kv_dtype = E4M3 if config.kv_dtype == "fp8" else decoder.placement.dtype
     if kv_dtype == E4M3 and model_config.head_dim % 2:
         raise ParameterError(f"kv_dtype is 'fp8', which wants an even head_dim; it is {model_config.head_dim}")
-    shape = (model_config.num_layers, model_config.num_kv_heads, model_config.head_dim)
+    shape = (len(decoder.layers), model_config.num_kv_heads, model_config.head_dim)
     bytes_per_slot = TokenToKVPool.bytes_per_slot(*shape, kv_dtype)
     limits = _pass_limits(config, model_config, device, bytes_per_slot)
     limits = replace(limits, max_running_requests=group.least(limits.max_running_requests))
@@ -189,7 +191,7 @@ def assemble_rank(
 
     share, wanted = config.share_of_memory(on_gpu=on_gpu), config.max_total_tokens
     if not on_gpu:
-        share /= group.ranks.size  # all ranks take of the same memory
+        share /= group.shape.size  # all ranks take of the same memory
     slots = pool_slots(device, bytes_per_slot, memory_fraction=share, max_total_tokens=wanted, promised=for_passes)
     slots = group.least(slots)
     kv_pool = TokenToKVPool(slots, *shape, dtype=kv_dtype, device=device)

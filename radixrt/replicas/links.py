@@ -94,10 +94,10 @@ def placements(config: RuntimeConfig, num_replicas: int | None) -> list[Placemen
             f"device is {config.device!r}; replicas take the visible cards in turn: leave the number out, and "
             "choose cards by CUDA_VISIBLE_DEVICES"
         )
-    size, visible = config.tensor_parallel_size, _visible_cards()
+    size, visible = config.num_ranks, _visible_cards()
     cards = [",".join(visible[first : first + size]) for first in range(0, len(visible) - size + 1, size)]
     if not cards:
-        raise ParameterError(f"tensor_parallel_size is {size}, but torch sees {len(visible)} CUDA devices")
+        raise ParameterError(f"{config.told_ranks}, but torch sees {len(visible)} CUDA devices")
     wanted = num_replicas or len(cards)
     sharing = -(-wanted // len(cards))  # replicas on the fullest card
     if sharing > 1:

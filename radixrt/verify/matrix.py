@@ -90,8 +90,8 @@ def verify_questions(
         raise ParameterError("there are no prompts to verify")
     if not seeds:
         raise ParameterError("seeds is empty; give one at least")
-    if config.tensor_parallel_size > 1:
-        raise ParameterError("tensor_parallel_size is more than 1; Runtimes of one rank are compared here")
+    if config.num_ranks > 1:
+        raise ParameterError(f"{config.told_ranks}; Runtimes of one rank are compared here")
     lab = _Lab(questions, config)
     matrix = _chosen(lab.situations(model, seeds), only)
     outcomes: dict[str, Outcome] = {}

@@ -36,7 +36,7 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--save-cache", str(tmp_path)], f"{tmp_path} is in the way of the cache file and is not a plain file"),
         (["--save-cache", str(tmp_path / "none" / "x")], f"the folder {tmp_path / 'none'} of the cache file does"),
         (["--load-cache", str(path), "--no-prefix-cache"], "--no-prefix-cache keeps nothing"),
-        (["--save-cache", str(path), "--tp", "2"], "are for one rank; with --tp each has a part"),
+        (["--save-cache", str(path), "--tp", "2"], "are for one rank; with --tp and --pp each has a part"),
     ):
         assert main(["generate", "x", *options, *arguments]) == 2
         assert message in capsys.readouterr().err
