@@ -134,12 +134,15 @@ def _assembled(
         rows, kv_pool.allocator, host_slots=host, enabled=enabled, force_miss=config.force_miss
     )
     running, chunk, policy = limits.max_running_requests, limits.chunked_prefill_size, config.schedule_policy
-    scheduler = Scheduler(cache, SchedulerConfig(running, chunk, limits.max_samples, SchedulePolicy(policy)))
+    lanes = config.num_lanes
+    scheduler = Scheduler(
+        cache, SchedulerConfig(running, chunk, limits.max_samples, SchedulePolicy(policy), num_lanes=lanes)
+    )
     frees_gpu = decoder.placement.device.type == "cuda"
     return Parts(
         config=config,
         limits=RunLimits(kv_pool.allocator.capacity, running, chunk),
-        engine=Engine(scheduler, runner, max_in_flight=int(config.overlap)),
+        engine=Engine(scheduler, runner, max_in_flight=lanes if config.overlap else 0),
         builder=RequestBuilder(
             rank.config,
             tokenizer,

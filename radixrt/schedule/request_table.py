@@ -45,6 +45,9 @@ class RequestTable:
         self._most_stops = 0  # of any request so far
         # It may end before max_len; each of its tokens is booked on its own; an answer runs in it.
         self.may_stop, self.is_special, self.runs = np.zeros((3, max_requests), dtype=bool)
+        # For lanes: the number of the last pass that draws for a row, once it decodes; and of its admission.
+        self.drawn_in, self.admissions = np.zeros((2, max_requests), dtype=np.int64)
+        self._num_admissions = 0
 
     def begin(self, row: int, request: Request, tokens: Tokens) -> None:
         """Take over the known `tokens` `[n]` of an answer that runs from now on and extends over all of them."""
@@ -60,6 +63,8 @@ class RequestTable:
         self.is_special[row] = has_more or not has_few_stops
         self.may_stop[row] = request.may_stop
         self.runs[row] = True
+        self._num_admissions += 1
+        self.admissions[row] = self._num_admissions
 
     def append(self, rows: Int32Array, token_ids: Int32Array) -> BoolArray:
         """Add a sampled token `[n]` to each of distinct `rows` `[n]`. Returns `[n]`, which end with it."""

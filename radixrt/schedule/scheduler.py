@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -22,8 +23,9 @@ from radixrt.output import FinishReason
 from radixrt.schedule.admission import Admission, ExtendChunk
 from radixrt.schedule.answer import Answer, RequestLog, place_of, rows_of
 from radixrt.schedule.booking import Booking, Bookkeeper
+from radixrt.schedule.lanes import Lanes
 from radixrt.schedule.masks import PassForms
-from radixrt.schedule.passes import Pass
+from radixrt.schedule.passes import Pass, SamplingInputs
 from radixrt.schedule.policy import SchedulePolicy, SchedulerConfig
 from radixrt.schedule.request import Request
 
@@ -46,7 +48,8 @@ class Scheduler:
         self._decodes: tuple[Answer, ...] = ()
         self._decode_rows = _NONE  # theirs
         self._extends: tuple[Answer, ...] = ()
-        self._forms: PassForms | None = None  # of the pass that was planned last
+        self._lanes = Lanes(config.num_lanes, cache, admission.table) if config.num_lanes > 1 else None
+        self._forms: deque[PassForms] = deque(maxlen=config.num_lanes)  # of the passes that were planned last
         self._grouped_at = 0  # `Admission.changes` then
         self._passes_left = 0  # until one of the decodes has launched its last token
 
@@ -133,17 +136,14 @@ class Scheduler:
         self._make_way()
         admission, retractions, budget = self._admission, self.num_retractions, self.config.chunked_prefill_size
         self._group()
-        if len(self._decodes) > self.cache.available:
-            self._make_room(len(self._decodes))
+        decodes, rows = self._in_turn()
+        if len(decodes) > self.cache.available:
+            self._make_room(len(decodes))
             self._group()
+            decodes, rows = self._in_turn()
         # Other running answers only wait for their last token.
         places = self.config.max_running_requests - len(self._decodes) - len(self._extends)
-        decodes, rows = self._decodes, self._decode_rows
-        if len(decodes) > self.cache.available:
-            decodes, rows = decodes[: self.cache.available], rows[: self.cache.available]
-        slots = self.cache.extend_each(rows)
-        if slots is None:
-            decodes, rows, slots = (), _NONE, _NONE
+        decodes, rows, slots = self._with_slots(decodes, rows)
         self._passes_left -= 1
         chunks: list[ExtendChunk] = []
         for answer in self._extends:
@@ -153,12 +153,32 @@ class Scheduler:
                 budget -= len(chunk.slots)
         if self.num_retractions == retractions:  # an answer that has just yielded does not come back at once
             chunks += admission.admit(budget, places)
+        if not chunks and not decodes and self._lanes is not None and self.cache.in_flight <= 1:
+            # Nothing else is left to be computed beside the pass in flight.
+            decodes, rows, slots = self._with_slots(*self._in_turn(waits=True))
         if not chunks and not decodes:
             return None
         admission.estimate.pass_scheduled()
         if chunks:
             self._passes_left = 0
         return self._compose(chunks, decodes, rows, slots)
+
+    def _in_turn(self, *, waits: bool = False) -> tuple[tuple[Answer, ...], Int32Array]:
+        """The decodes of the coming pass, and their rows: all, or those of a lane."""
+        if self._lanes is None:
+            return self._decodes, self._decode_rows
+        num_running = len(self.running) - len(self._extends)
+        turn = self._lanes.next_turn(self._decodes, self._decode_rows, num_running, waits=waits)
+        return turn.answers, turn.rows
+
+    def _with_slots(
+        self, decodes: tuple[Answer, ...], rows: Int32Array
+    ) -> tuple[tuple[Answer, ...], Int32Array, Slots]:
+        """As many of the decodes as there are slots for, with their rows and slots `[n]`."""
+        if len(decodes) > self.cache.available:
+            decodes, rows = decodes[: self.cache.available], rows[: self.cache.available]
+        slots = self.cache.extend_each(rows)
+        return ((), _NONE, _NONE) if slots is None else (decodes, rows, slots)
 
     def _group(self) -> None:
         """Find out which answers decode and which extend in the next pass, unless that is known."""
@@ -201,7 +221,7 @@ class Scheduler:
             return  # enough is on its way: decodes that get no slot sit out a pass
         in_order = sorted(self.running, key=place_of)
         self._admission.estimate.fell_short()
-        wanted = per_pass * self.config.room_passes
+        wanted = len(self._decodes) * self.config.room_passes
         while len(in_order) > 1 and self.cache.available + self.cache.incoming < wanted:
             self.retract(in_order.pop())
 
@@ -235,10 +255,8 @@ class Scheduler:
             columns = {name: np.concatenate([column, columns[name]]) for name, column in extends.items()}
         draws = [columns[name] for name in ("req_pool_indices", "seq_lens", "num_samples")]
         sampling = self._admission.sampling.prepare(answers, *draws)
-        if sampling.masked is None:
-            self._forms = None
-        elif self._forms is None or self._forms.answers is not answers:
-            self._forms = PassForms(answers, sampling)
+        if self._lanes is not None:
+            self._lanes.drawn(columns["req_pool_indices"][columns["num_samples"] > 0])
         pass_ = Pass(
             num_extends=sum(len(chunk.slots) > 1 for chunk in chunks),
             row_changes=self.cache.rows.take_changes(),
@@ -247,7 +265,21 @@ class Scheduler:
             extended_tokens=sum(len(chunk.slots) for chunk in chunks),
             **columns,
         )
-        return Booking(pass_, answers, self._forms)
+        return Booking(pass_, answers, self._forms_of(answers, sampling))
+
+    def _forms_of(self, answers: tuple[Answer, ...], sampling: SamplingInputs) -> PassForms | None:
+        """The forms of a pass with masked draws: those of one of the last passes, if that was of the same answers."""
+        if sampling.masked is None:
+            if len(self._forms) == self._forms.maxlen:
+                self._forms.popleft()
+            return None
+        forms = next((forms for forms in self._forms if forms.answers is answers), None)
+        if forms is None:
+            forms = PassForms(answers, sampling)
+        else:
+            self._forms.remove(forms)
+        self._forms.append(forms)
+        return forms
 
     def _extend_columns(self, chunks: Sequence[ExtendChunk], num_decodes: int) -> dict[str, Int32Array]:
         """The columns of a `Pass`, of its chunks alone."""

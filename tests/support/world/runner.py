@@ -93,6 +93,8 @@ class SimulatedRunner:
         self.ends: dict[Lease, int] = {}  # positions launched, or found, of each lease that there was
         self.met: set[Lease] = set()  # those that were in a pass
         self.leases: list[Lease | None] = []  # of the answers of `booking`
+        self.counted: deque[tuple[Booking, list[Lease | None]]] = deque(maxlen=8)  # the last passes
+        self.given_up: set[Answer] = set()  # with a pass that could not be launched
         self.booking: Booking | None = None  # of the pass that is launched next, or was launched last
         self.verifies: frozenset[int] = frozenset()  # rows of it that have drafts
         self.newcomers: list[Answer] = []  # those of it that are in a pass for the first time with what they hold
@@ -106,6 +108,7 @@ class SimulatedRunner:
         while transfers:
             if self.fail_transfer == 0:
                 self.fail_transfer = None
+                self._give_up()
                 raise SimulatedFailure("transfer")
             transfer = transfers[0]
             targets = transfer.targets.tolist()
@@ -145,12 +148,14 @@ class SimulatedRunner:
         """A pass that is about to be launched, whether that succeeds or not."""
         if booking is None:
             return
-        before, self.booking = self.booking, booking
+        self.booking = booking
         batch = booking.pass_
-        if before is not None and batch.req_pool_indices is before.pass_.req_pool_indices:
-            require("8: the same array of rows is of the same requests", booking.answers is before.answers)
-            require("8: and of what they hold", [answer.lease for answer in booking.answers] == self.leases)
+        for before, leases in self.counted:
+            if batch.req_pool_indices is before.pass_.req_pool_indices:
+                require("8: the same array of rows is of the same requests", booking.answers is before.answers)
+                require("8: and of what they hold", [answer.lease for answer in booking.answers] == leases)
         self.leases = [answer.lease for answer in booking.answers]
+        self.counted.append((booking, self.leases))
         self.newcomers = []
         for i, (answer, lease) in enumerate(zip(booking.answers, self.leases, strict=True)):
             require("8: a pass holds what its requests hold", lease is not None)
@@ -216,6 +221,7 @@ class SimulatedRunner:
         lines = self._planned(batch)
         if self.fail_launch:
             self.fail_launch = False
+            self._give_up()
             raise SimulatedFailure("launch")
         rows = self.host_rows.req_to_token
         snapshots = [rows[r, :n].copy() for r, n in zip(batch.req_pool_indices, batch.seq_lens, strict=True)]
@@ -229,6 +235,11 @@ class SimulatedRunner:
         self.queue.append(flight)
         self.in_flight.append(flight)
         return flight
+
+    def _give_up(self) -> None:
+        """The pass at hand is never launched: its answers will end, whatever of theirs is in flight."""
+        if self.booking is not None:
+            self.given_up.update(self.booking.answers)
 
     def waits_for_masks(self, flight: SimulatedPass) -> bool:
         return flight.batch.sampling.masked is not None and flight.masks is None
@@ -394,6 +405,8 @@ class SimulatedRunner:
     def _tainted(self, flight: SimulatedPass, i: int) -> bool:
         """Whether an earlier pass that this one builds on failed; its result will be thrown away."""
         answer = flight.booking.answers[i]
+        if answer in self.given_up:
+            return True
         for earlier in self.in_flight:
             if earlier is flight:
                 break

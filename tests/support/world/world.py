@@ -51,6 +51,7 @@ class Sizes:
     enabled: bool = True
     force_miss: bool = False
     max_in_flight: int = 1
+    lanes: int = 1  # then as many passes are in flight
     max_forced_rows: int = Engine.max_forced_rows
     drafts: bool = False  # decodes verify drafts; only if none is in flight meanwhile
     families: bool = False  # walks submit prompts that begin with one another, together
@@ -107,11 +108,11 @@ class World:
         )
         max_samples = max(s.max_samples, s.max_running)
         config = SchedulerConfig(
-            s.max_running, s.chunk, max_samples, s.policy, max_times_skipped=MAX_TIMES_SKIPPED
+            s.max_running, s.chunk, max_samples, s.policy, max_times_skipped=MAX_TIMES_SKIPPED, num_lanes=s.lanes
         )
         self.scheduler = Scheduler(self.cache, config)
         self.runner = SimulatedRunner(self.rows, s.num_slots, s.host_slots, s.chunk, max_samples)
-        self.engine = Engine(self.scheduler, self.runner, max_in_flight=s.max_in_flight)
+        self.engine = Engine(self.scheduler, self.runner, max_in_flight=s.max_in_flight * s.lanes)
         self.engine.max_forced_rows = s.max_forced_rows
         self.answers: list[Answer] = []
         self.events: Counter[str] = Counter()
@@ -185,6 +186,7 @@ class World:
             if booking is not None and self.drafts is not None:
                 self.runner.booking = booking = self.drafts.added_to(booking)
             if booking is not None:
+                self._check_turns(booking)
                 self.in_flight.append(booking)
             return booking
 
@@ -284,6 +286,23 @@ class World:
         self.cache.acquire = watched_acquire
         self.cache.tree.evict, self.cache.tree.cut = watched_evict, watched_cut
         self.cache.tree.insert = watched_insert
+
+    def _check_turns(self, booking: Booking) -> None:
+        """What a pass begins with and nobody knows yet is drawn by one pass in flight: as many passes before it as
+        there are lanes, or the only one.
+        """
+        firsts = np.cumsum(booking.pass_.seq_lens - booking.pass_.prefix_lens) - 1
+        for answer, token in zip(booking.answers, booking.pass_.input_ids[firsts].tolist(), strict=True):
+            drawing = [
+                len(self.in_flight) - k
+                for k, before in enumerate(self.in_flight)
+                if answer in before.answers and before.pass_.num_samples[before.answers.index(answer)]
+            ]
+            name = "lanes: a decode waits for one pass, and no other one waits for that"
+            if token < 0:
+                require(name, len(drawing) == 1, drawing)
+                require(name, drawing[0] >= self.sizes.lanes or len(self.in_flight) == 1, drawing)
+                self.events["decode of a token in flight"] += 1
 
     def _least_recent_on_host(self, count: int) -> set[int]:
         """When what the host is to drop for `count` tokens was last used, leaf by leaf."""
