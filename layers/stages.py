@@ -24,8 +24,8 @@ class Link:
         return self.group.send([tensor], 1, 0)
 
     def start_receiving(self, place: Tensor) -> Any:
-        """Start filling `place`, as large as what is sent; it is filled once the returned work has been waited for.
-        On a GPU waiting is a matter of the current stream, and the host goes on.
+        """Start filling `place`, as large as what is sent; it is filled once the returned work has been waited
+        for. On a GPU that is the current stream's to wait for, and the host goes on.
         """
         return self.group.recv([place], 0, 0)
 
@@ -114,8 +114,8 @@ class Stage:
         return self.index == self.count - 1
 
     def layers(self, num_layers: int) -> range:
-        """Its own of so many: equally many in each stage, or one more in the first ones, since the last one has the
-        output head, too.
+        """Its own of so many: equally many in each stage, or one more in the first ones, since the last one has
+        the output head, too.
         """
         each, more = divmod(num_layers, self.count)
         begin = self.index * each + min(self.index, more)

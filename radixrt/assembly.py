@@ -79,8 +79,8 @@ class LoadedModel:
     def _check_alone(self, what: str) -> None:
         if self._followers is not None:
             raise ParameterError(
-                f"{what} cannot be used with tensor_parallel_size or pipeline_parallel_size: each rank has a part of "
-                "the cache"
+                f"{what} cannot be used with tensor_parallel_size or pipeline_parallel_size: each rank has a part "
+                "of the cache"
             )
 
 

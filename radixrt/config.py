@@ -158,7 +158,7 @@ class RuntimeConfig:
         told = f"tensor_parallel_size is {self.tensor_parallel_size}"
         if self.pipeline_parallel_size == 1:
             return told
-        return f"{told} and pipeline_parallel_size {self.pipeline_parallel_size}, which makes {self.num_ranks} ranks"
+        return f"{told} and pipeline_parallel_size {self.pipeline_parallel_size}: {self.num_ranks} ranks"
 
     @property
     def num_lanes(self) -> int:

@@ -48,8 +48,8 @@ class PassInFlight:
 
     accepted: Int32Array
     # Of token ids and flags, or, for captured decodes, of the executor's `results`, which has both; of
-    # log-probabilities; of those of prompts. The last two are empty where nobody wants them. None at all in a stage
-    # before the last.
+    # log-probabilities; of those of prompts. The last two are empty where nobody wants them. A stage before the
+    # last has none at all.
     copies: list[list[HostCopy]]
     timed: TimedPass
     waited_for_masks: bool = False
@@ -114,7 +114,8 @@ class ModelRunner:
         )
         max_batch, max_tokens = captured.max_running_requests, captured.chunked_prefill_size
         self._shapes = captured_shapes(max_batch, max_tokens, model.num_weights, tuning.token_sizes)
-        self._builder = PassBuilder(self.planner, self._shapes, rows.max_requests, tuning.max_plan_passes)
+        padding_row, most = rows.max_requests, tuning.max_plan_passes
+        self._builder = PassBuilder(self.planner, self._shapes, padding_row, most, model.stage.count)
         self._prepared: _Prepared | None = None
         self.launched_words: Int32Array = np.zeros(0, np.int32)  # of the pass that was launched last
         self._mover = None if host_pool is None else KVMover(kv_pool, host_pool, device, placement.impl)

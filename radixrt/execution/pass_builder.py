@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -73,6 +74,8 @@ class PassBuilder:
 
     `shapes` are of passes that may be captured, of decodes and of others, each ascending. Padding belongs to no
     request: it reads nothing, writes its KV to slot 0 and its slots to `padding_row`.
+
+    Decodes of the same requests as one of the last `num_lanes` passes begin with what was made for that.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class PassBuilder:
         shapes: list[PassShape],
         padding_row: int,
         max_plan_passes: int = MAX_PLAN_PASSES,
+        num_lanes: int = 1,
     ) -> None:
         self._planner, self._shapes = planner, shapes
         self._padding_row, self._max_plan_passes = padding_row, max_plan_passes
@@ -88,9 +92,10 @@ class PassBuilder:
         self._decodes: list[PassShape] = []
         self._extends: list[PassShape] = []
         self._layouts: dict[PassKey, Layout] = {}  # of passes with extends
-        self._decode_words: dict[PassKey, _DecodeWords] = {}
-        self._current: _DecodeWords | None = None  # of the captured decode before
-        self._growing = _GrowingPlans(max_plan_passes)  # of the decodes before that were not captured
+        self._decode_words: dict[PassKey, list[_DecodeWords]] = {}  # one at first, and not more than lanes
+        self._current: deque[_DecodeWords] = deque(maxlen=num_lanes)  # of the captured decodes before
+        # Of the decodes before that were not captured, those used last at the end.
+        self._growing = deque(_GrowingPlans(max_plan_passes) for _ in range(num_lanes))
 
     def idle_passes(self, max_shapes: int | None = None) -> Iterator[PackedPass]:
         """A pass of nothing but padding for each key, to be captured with: `build` uses these keys from then on.
@@ -118,7 +123,7 @@ class PassBuilder:
         words, layout = packed({"input_ids": zeros, **host, **draws, **plans.numbered()})
         key = PassKey(shape, plan_shape)
         idle = PackedPass(key, words, layout, plans)
-        self._decode_words[key] = _DecodeWords(idle)
+        self._decode_words[key] = [_DecodeWords(idle)]
         return idle
 
     def build(self, pass_: Pass) -> PackedPass:
@@ -128,6 +133,17 @@ class PassBuilder:
             return self._decode(pass_, shape)
         made = None if shape is None else self._padded(pass_, shape)
         return (made or self._as_it_is(pass_)).with_extras(_extras(pass_))
+
+    def _unused_words(self, key: PassKey) -> _DecodeWords:
+        """Words for other requests than those of the last lanes, of which the oldest may be given up."""
+        if len(self._current) == self._current.maxlen:
+            self._current.popleft()
+        made = self._decode_words[key]
+        unused = next((words for words in made if words not in self._current), None)
+        if unused is None:
+            unused = made[0].another()
+            made.append(unused)
+        return unused
 
     def _shape_of(self, pass_: Pass) -> PassShape | None:
         num_extends, count = pass_.num_extends, pass_.num_rows
@@ -150,10 +166,13 @@ class PassBuilder:
             pass_.req_pool_indices, pass_.seq_lens, pass_.prefix_lens, pass_.out_cache_loc
         )
         last = host["extend_start_loc"] + host["extend_seq_lens"] - 1  # [B]
-        plans = self._growing.of(pass_)
+        growing = next((one for one in self._growing if one.serves(pass_)), self._growing[0])
+        self._growing.remove(growing)
+        self._growing.append(growing)
+        plans = growing.of(pass_)
         if plans is None:
             plans = self._planner.plan(host, pass_.num_extends)
-            self._growing.begin(pass_, plans)
+            growing.begin(pass_, plans)
         own = {"last_tokens": last, "logits_indices": last[pass_.sampling.logits_rows]}
         words, layout = packed({**host, "input_ids": pass_.input_ids, **own, **plans.numbered()})
         return PackedPass(None, words, layout, plans)
@@ -196,12 +215,16 @@ class PassBuilder:
         return PackedPass(key, words, self._layouts[key], plans)
 
     def _decode(self, pass_: Pass, shape: PassShape) -> PackedPass:
-        current, rows = self._current, pass_.req_pool_indices
-        if current is None or rows is not current.rows or not current.passes_left:
+        rows = pass_.req_pool_indices
+        current = next((words for words in self._current if words.rows is rows and words.passes_left), None)
+        if current is None:
             lens = padded(pass_.seq_lens, shape.num_rows)
             plans = self._planner.plan_padded_decodes(padded(rows, shape.num_rows), lens)
-            current = self._current = self._decode_words[PassKey(shape, plans.shape)]
+            current = self._unused_words(PassKey(shape, plans.shape))
             current.begin(rows, plans, self._max_plan_passes)
+        else:
+            self._current.remove(current)
+        self._current.append(current)
         made, sampling = current.update(pass_), pass_.sampling
         plain = sampling.features.array_names
         extras = {name: array for name, array in sampling.arrays.items() if name not in plain}
@@ -228,9 +251,13 @@ class _GrowingPlans:
         self._rows, self._passes_left = pass_.req_pool_indices, min(most or self._max_passes, self._max_passes) - 1
         self._plans = plans.with_arrays(array.copy() for array in plans.arrays())  # some may be the pass's own
 
+    def serves(self, pass_: Pass) -> bool:
+        """Whether the plans are for this pass."""
+        return self._plans is not None and pass_.req_pool_indices is self._rows and self._passes_left > 0
+
     def of(self, pass_: Pass) -> PassPlans[Int32Array] | None:
         """The plans for this pass; None: others are to be made."""
-        if self._plans is None or pass_.req_pool_indices is not self._rows or not self._passes_left:
+        if self._plans is None or not self.serves(pass_):
             return None
         self._passes_left -= 1
         self._plans.grow(pass_.seq_lens)
@@ -242,11 +269,15 @@ class _DecodeWords:
 
     def __init__(self, idle: PackedPass) -> None:
         words = idle.words.copy()
-        self._idle_words, self._arrays = idle.words, idle.inputs.parts(words)
+        self._idle, self._idle_words, self._arrays = idle, idle.words, idle.inputs.parts(words)
         plans = idle.plans.with_arrays(self._arrays[name] for name in idle.plans.numbered())
         self._packed = replace(idle, words=words, plans=plans)
         self.rows: Int32Array | None = None  # the very array of the requests'
         self.passes_left = 0  # that the plans still serve
+
+    def another(self) -> _DecodeWords:
+        """Of the same key, for other requests."""
+        return _DecodeWords(self._idle)
 
     def begin(self, rows: Int32Array, plans: PassPlans[Int32Array], num_passes: int) -> None:
         """Fill in what does not change while the requests `rows` `[B]` decode by these plans."""

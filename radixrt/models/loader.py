@@ -122,7 +122,8 @@ def load_model(
     if files is not None:
         _check_stored(whole, config, files, stored)
     placement = replace(placement, ranks=replace(ranks, ordered=deterministic), stage=stage)
-    _check_fits(whole if ranks.is_alone and stage.is_whole else _skeleton(decoder, part, placement), config, device)
+    is_part = not (ranks.is_alone and stage.is_whole)
+    _check_fits(_skeleton(decoder, part, placement) if is_part else whole, config, device)
     model = decoder(part, placement)
     _hold_plain(model)
     if files is None:

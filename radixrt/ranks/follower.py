@@ -32,7 +32,7 @@ class Follower:
         from radixrt.ranks.messages import PassReader  # what is of torch is imported last
 
         self._parts, self._runner = parts, parts.runner
-        self._reader, self._num_launched = PassReader(), 0
+        self._reader, self._num_launched = PassReader(parts.decoder.stage.count), 0
         self._in_flight: deque[object] = deque()
 
     def handle(self, message: Message) -> Message | None:

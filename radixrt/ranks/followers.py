@@ -98,8 +98,8 @@ class Followers:
     def send(
         self, message: Message, *, draws: bool = False, meanwhile: Callable[[], bool] = lambda: False
     ) -> None:
-        """Tell all of them; with `draws`, those of the last stage alone. While there is no room for it, `meanwhile`
-        is called: it returns whether it has done something. Raises DeviceLostError where one is lost.
+        """Tell all of them; with `draws`, those of the last stage alone. While there is no room for it,
+        `meanwhile` is called: it returns whether it has done something. Raises DeviceLostError where one is lost.
         """
         self.check()
         told = self._processes[: self._shape.stage_size - 1] if draws else self._processes

@@ -23,8 +23,8 @@ START_SECONDS = 1800  # that ranks wait for one another while they load
 
 @dataclass(frozen=True)
 class Shape:
-    """`size` ranks in `num_stages` stages of equally many. They are counted from the last stage on, so that rank 0,
-    which plans, is in that one, draws, and needs to be told nothing.
+    """`size` ranks in `num_stages` stages of equally many. They are counted from the last stage on: so rank 0, which
+    plans, is in that one, draws, and needs to be told nothing.
     """
 
     size: int = 1
@@ -135,8 +135,8 @@ def _nccl(store: Any, name: str, rank: int, size: int) -> Any:
 
 
 def _stage(group: Callable[[str, int, int], Any], index: int, place: int, count: int) -> Stage:
-    """A rank's links to those of the same place in other stages. Each is a group of its own: on a GPU it then has a
-    stream of its own, and tokens that go back wait for no hidden states on their way, which wait for them.
+    """A rank's links to those of the same place in other stages. Each is a group of its own, and on a GPU has a
+    stream of its own: tokens that go back must not wait for hidden states, some of which wait for them.
     """
     if count == 1:
         return WHOLE
@@ -154,7 +154,7 @@ def _stage(group: Callable[[str, int, int], Any], index: int, place: int, count:
 
 
 def _connect(ranks: Ranks, stage: Stage, device: torch.device) -> None:
-    """Connections are made by the first sum, and by what is sent first: before kernels run that others wait for."""
+    """Let connections be made, by the first sum and by what is sent first, before anybody waits for a kernel."""
     number = torch.zeros(1, device=device)
     ranks.summed(number)
     if stage.before is not None:

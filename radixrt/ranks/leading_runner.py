@@ -30,9 +30,9 @@ class _Launch:
 
 
 class LeadingRunner:
-    """A `Runner`. All ranks compute the same passes in the same order, each with its part of the weights, and those
-    of the last stage, which the first rank is in, draw the same tokens: nothing comes back from the others. Whatever
-    fails on one of them ends all.
+    """A `Runner`. All ranks compute the same passes in the same order, each with its part of the weights, and
+    those of the last stage, which the first rank is in, draw the same tokens: nothing comes back from the others.
+    Whatever fails on one of them ends all.
 
     On a CPU, where launching computes, the first rank does its part of a pass when the pass is collected, or masks
     come for it: the stages before work on the passes after it by then. `own_rows` is the table that it computes
@@ -41,7 +41,7 @@ class LeadingRunner:
 
     def __init__(self, own: ModelRunner, followers: Followers, own_rows: ReqToTokenPool | None = None) -> None:
         self._own, self._followers, self._own_rows = own, followers, own_rows
-        self._writer, self._num_launched = PassWriter(), 0
+        self._writer, self._num_launched = PassWriter(own.model.stage.count), 0
         self._waiting: deque[_Launch] = deque()  # for this rank's part
 
     def transfer(self, transfers: deque[KVTransfer]) -> None:

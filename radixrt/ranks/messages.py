@@ -24,17 +24,20 @@ _NUMBERS = tuple(field.name for field in fields(Pass) if field.type == "int")
 
 
 class PassWriter:
-    """Writes passes: the rows of those that decode the same requests as the pass before are sent once."""
+    """Writes passes: the rows of those that decode the same requests as one of the last `num_lanes` passes are
+    sent once.
+    """
 
-    def __init__(self) -> None:
-        self._rows: Int32Array | None = None
+    def __init__(self, num_lanes: int = 1) -> None:
+        self._rows: deque[Int32Array] = deque(maxlen=num_lanes)  # of the last passes
 
     def message(self, pass_: Pass) -> Message:
         """A pass as it is sent."""
-        sampling, is_same = pass_.sampling, pass_.req_pool_indices is self._rows
-        self._rows = pass_.req_pool_indices
+        sampling, own = pass_.sampling, pass_.req_pool_indices
+        same = next((place for place, rows in enumerate(self._rows) if rows is own), None)
+        self._rows.append(own)
         arrays: dict[str, Array] = {name: getattr(pass_, name) for name in _ARRAYS}
-        if is_same:
+        if same is not None:
             del arrays["req_pool_indices"]
         arrays |= {f"changes.{name}": getattr(pass_.row_changes, name) for name in _CHANGES}
         arrays |= {f"draws.{name}": array for name, array in sampling.arrays.items()}
@@ -46,6 +49,7 @@ class PassWriter:
             "features": astuple(sampling.features),
             "processed": None if sampling.processed is None else astuple(sampling.processed),
             "num_top": sampling.num_top,
+            "same_rows": same,
         }
         return _with_arrays({"launch": body}, arrays)
 
@@ -53,15 +57,15 @@ class PassWriter:
 class PassReader:
     """Reads what a PassWriter has written, in the same order."""
 
-    def __init__(self) -> None:
-        self._rows: Int32Array | None = None
+    def __init__(self, num_lanes: int = 1) -> None:
+        self._rows: deque[Int32Array] = deque(maxlen=num_lanes)
 
     def pass_of(self, message: Message) -> Pass:
         """The pass; `req_pool_indices` is the same array where it was."""
         body, arrays = message.body["launch"], _arrays_of(message)
-        rows = arrays.get("req_pool_indices", self._rows)
-        assert rows is not None
-        self._rows = arrays["req_pool_indices"] = rows
+        if body["same_rows"] is not None:
+            arrays["req_pool_indices"] = self._rows[body["same_rows"]]
+        self._rows.append(arrays["req_pool_indices"])
         processed = body["processed"]
         own: dict[str, Any] = {name: arrays[name] for name in _ARRAYS} | {name: body[name] for name in _NUMBERS}
         return Pass(

@@ -44,12 +44,13 @@ class Lanes:
     def next_turn(
         self, answers: tuple[Answer, ...], rows: Int32Array, num_running: int, *, waits: bool = False
     ) -> Turn:
-        """Of all decoding `answers` and their `rows` `[N]` those of the coming pass. Those whose last tokens are not
-        old enough are among them only if the pass `waits` for these.
+        """Of all decoding `answers` and their `rows` `[N]` those of the coming pass. Those whose last tokens are
+        not old enough are among them only if the pass `waits` for these.
 
         `num_running` answers do not extend: these, and those that wait for their last token alone.
         """
-        launched, ended, drawn_in = self._cache.passes_launched, self._cache.passes_ended, self._table.drawn_in[rows]
+        launched, ended = self._cache.passes_launched, self._cache.passes_ended
+        drawn_in = self._table.drawn_in[rows]
         able = np.flatnonzero(waits | (drawn_in < ended) | (drawn_in <= launched - self._num_lanes))
         equal_part = -(-num_running // self._num_lanes)
         if len(able) > equal_part + equal_part // _SLACK:

@@ -268,7 +268,7 @@ class Scheduler:
         return Booking(pass_, answers, self._forms_of(answers, sampling))
 
     def _forms_of(self, answers: tuple[Answer, ...], sampling: SamplingInputs) -> PassForms | None:
-        """The forms of a pass with masked draws: those of one of the last passes, if that was of the same answers."""
+        """The forms of a pass with masked draws: those of a pass before, if that was of the same answers."""
         if sampling.masked is None:
             if len(self._forms) == self._forms.maxlen:
                 self._forms.popleft()

@@ -543,9 +543,9 @@ def test_graphs_warm_up_with_one_block_of_each_kind(
     forward, attention = Decoder.forward, RadixAttention.forward
     layers: list[RadixAttention] = []  # of the pass
 
-    def watched(self: Decoder, *arguments: Any, num_blocks: int | None = None) -> Any:
+    def watched(self: Decoder, *arguments: Any, num_blocks: int | None = None, **handed: Any) -> Any:
         layers.clear()
-        hidden = forward(self, *arguments, num_blocks=num_blocks)
+        hidden = forward(self, *arguments, num_blocks=num_blocks, **handed)
         assert len(layers) == (num_blocks or self.config.num_layers)
         asked.append(num_blocks)
         return hidden

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from layers.stages import WHOLE
 from memory_pool.kv_transfers import KVTransfer
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from radixrt.execution.model_runner import ModelRunner
@@ -106,7 +107,7 @@ def test_a_follower_s_table_is_the_first_rank_s(monkeypatch: pytest.MonkeyPatch)
         launched_words = np.zeros(0, np.int32)
 
     rows = ReqToTokenPool(*table.shape)
-    parts: Any = SimpleNamespace(rows=rows, runner=Runner())
+    parts: Any = SimpleNamespace(rows=rows, runner=Runner(), decoder=SimpleNamespace(stage=WHOLE))
     follower, writer = Follower(parts), PassWriter()
     for pass_, parts.runner.expected in launched:
         follower.handle(writer.message(pass_))
