@@ -23,8 +23,8 @@ START_SECONDS = 1800  # that ranks wait for one another while they load
 
 @dataclass(frozen=True)
 class Shape:
-    """`size` ranks in `num_stages` stages of equally many. They are counted from the last stage on: so rank 0, which
-    plans, is in that one, draws, and needs to be told nothing.
+    """`size` ranks in `num_stages` stages of equally many. They are counted from the last stage on: so rank 0,
+    which plans, is in that one, draws, and needs to be told nothing.
     """
 
     size: int = 1

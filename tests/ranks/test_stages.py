@@ -1,0 +1,188 @@
+"""A Runtime whose layers are in stages: what it answers, and how it ends. Ranks are threads, but in the last tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixrt.config import RuntimeConfig
+from radixrt.errors import DeviceLostError, ModelError, ParameterError
+from radixrt.ranks.leading_runner import LeadingRunner
+from radixrt.runtime import Runtime
+from radixrt.sampling_params import SamplingParams
+from tests.ranks.test_ranks import LINES, none_left, ranks_of_this_process, tokens_of
+from tests.ranks.test_ranks import PARAMS as MAY_STOP
+from tests.ranks.test_ranks import runtime as on_ranks
+from tests.support import checkpoints
+from tests.support.stages import followers_of, staged
+
+PARAMS = [
+    SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True),
+    SamplingParams(max_new_tokens=14, temperature=0.9, seed=5, n=3, ignore_eos=True),
+    SamplingParams(max_new_tokens=17, temperature=0.0, logprobs=2, prompt_logprobs=1, ignore_eos=True),
+]
+FORM = SamplingParams(max_new_tokens=30, temperature=0.0, regex="( [a-z]+)+[.]")
+PENALTIES = SamplingParams(max_new_tokens=20, temperature=0.7, seed=3, repetition_penalty=1.3, logprobs=1)
+LIST = [line + " " + str(k) for k in range(3) for line in LINES]
+OF_LIST = [[FORM, *MAY_STOP[:2], PENALTIES][k % 4] for k in range(len(LIST))]
+SMALL = {"max_total_tokens": 90, "host_memory_gb": 0.01}  # answers are retracted, and prefixes go to the host
+
+Answers = list[list[list[tuple[int, ...]]]]
+
+
+def answers_of(runtime: Runtime, lines: Any, params: Any) -> Answers:
+    """Cold, and warm."""
+    return [tokens_of(runtime.generate(lines, params)) for _ in range(2)]  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Any]:
+    """Of one rank."""
+    found = {}
+    with on_ranks(1) as alone:
+        found["lines"] = answers_of(alone, LINES, PARAMS)
+        (output,) = alone.generate(LINES[2:], PARAMS[2:])
+        found["scores"] = output.outputs[0].logprobs, output.prompt_logprobs
+    with on_ranks(1, **SMALL) as alone:
+        found["list"] = answers_of(alone, LIST, OF_LIST)
+        assert alone.parts.scheduler.num_retractions
+    return found
+
+
+def assert_scores(found: Any, expected: Any) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        for own, other in zip(mine, theirs, strict=True):
+            assert own.token_id == other.token_id
+            assert own.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+# Of four layers: of three stages, one has two of them.
+SHAPES = [(2, 1, True), (3, 1, False), (3, 1, True), (2, 2, False), (2, 2, True)]
+
+
+@pytest.fixture(scope="module", params=SHAPES, ids=str)
+def pipeline(request: pytest.FixtureRequest) -> Iterator[Runtime]:
+    """By stages, ranks in each, and whether passes are padded to captured shapes."""
+    stages, ranks, captured = request.param
+    with staged(stages, ranks, captured=captured) as runtime:
+        yield runtime
+
+
+def test_answers_are_those_of_one_rank(pipeline: Runtime, expected: dict[str, Any]) -> None:
+    """Greedy and drawn, chunked, cold and warm, several to a prompt, and their log-probabilities; each rank has
+    planned each pass.
+    """
+    assert answers_of(pipeline, LINES, PARAMS) == expected["lines"]
+    (output,) = pipeline.generate(LINES[2:], PARAMS[2:])
+    assert_scores((output.outputs[0].logprobs, output.prompt_logprobs), expected["scores"])
+    followers = followers_of(pipeline)
+    followers.check()
+    assert len(followers.digests) > 20
+
+
+def test_passes_of_several_lanes_are_in_flight(pipeline: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there are stages before the last one has begun to compute the first of them."""
+    ahead = []
+    collect, runner = LeadingRunner.collect, pipeline.parts.engine.runner
+    assert isinstance(runner, LeadingRunner)
+
+    def watched(self: LeadingRunner, handle: Any) -> Any:
+        ahead.append(len(self._waiting))
+        return collect(self, handle)
+
+    monkeypatch.setattr(LeadingRunner, "collect", watched)
+    pipeline.generate(LIST, SamplingParams(max_new_tokens=20, temperature=1.0, ignore_eos=True))
+    stages = pipeline.parts.config.pipeline_parallel_size
+    assert max(ahead) == stages + 1
+    assert ahead.count(stages + 1) > len(ahead) * 0.6
+
+
+@pytest.mark.parametrize(("stages", "ranks"), [(3, 1), (2, 2)])
+def test_forms_two_tiers_and_a_small_pool(stages: int, ranks: int, expected: dict[str, Any]) -> None:
+    """Masks reach the last stage alone, transfers all; answers are retracted where the pool is too small for all."""
+    with staged(stages, ranks, **SMALL) as runtime:
+        assert answers_of(runtime, LIST, OF_LIST) == expected["list"]
+        assert runtime.parts.scheduler.num_retractions
+        assert runtime.parts.cache.stats().loaded_tokens
+        told = followers_of(runtime).num_told
+        assert len(set(told[ranks:])) == 1  # in the stages before
+        assert all(own > told[-1] for own in told[1:ranks])
+
+
+ODD = {
+    "llama": (checkpoints.llama, {}),
+    "llama in equal bits": (checkpoints.llama, {"deterministic": True}),
+    "gemma2 without overlap": (partial(checkpoints.gemma2, sliding_window=16), {"overlap": False}),
+    "gemma2, KV in e4m3": (partial(checkpoints.gemma2, sliding_window=16), {"kv_dtype": "fp8"}),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_an_odd_number_of_layers(name: str, tmp_path: Path) -> None:
+    """Of random models, before and after other weights are read."""
+    make, options = ODD[name]
+    folders = [checkpoints.write(make(seed, num_hidden_layers=5), tmp_path / str(seed)) for seed in (0, 1)]
+    prompts = [[7 * k % 90 + 3, *range(3, 20 + k)] for k in range(9)]
+    params, found = SamplingParams(max_new_tokens=12, temperature=0.8, seed=1, ignore_eos=True), []
+    with staged(3, model=folders[0], **options) as runtime:
+        found = [tokens_of(runtime.generate(prompts, params))]  # type: ignore[arg-type]
+        runtime.update_weights(folders[1])
+        found.append(tokens_of(runtime.generate(prompts, params)))  # type: ignore[arg-type]
+    for folder, answers in zip(folders, found, strict=True):
+        with on_ranks(1, model=folder, dtype="float32", **options) as alone:
+            assert tokens_of(alone.generate(prompts, params)) == answers  # type: ignore[arg-type]
+
+
+def test_each_rank_holds_its_part(pipeline: Runtime) -> None:
+    """Of the KV pool, too, in as many slots."""
+    config, parts = pipeline.parts.config, followers_of(pipeline).parts
+    counts, heads = [0] * config.pipeline_parallel_size, 4 // config.tensor_parallel_size
+    own = [pipeline.parts.model, *parts.values()]
+    for part in own:
+        decoder, pool = part.decoder, part.kv_pool.buffer
+        counts[decoder.stage.index] += len(decoder.blocks)
+        assert pool.shape[:4] == (len(decoder.blocks), 2, 801, heads)
+        assert (len(decoder.layers), hasattr(decoder, "norm")) == (len(decoder.blocks), decoder.stage.is_last)
+    assert sum(counts) == 4 * config.tensor_parallel_size
+    assert len({part.decoder.num_weights for part in own}) == 1
+
+
+def test_what_is_told_of_ranks() -> None:
+    config = RuntimeConfig(tensor_parallel_size=2, pipeline_parallel_size=3)
+    assert (config.num_ranks, config.num_lanes) == (6, 3)
+    assert config.told_ranks == "tensor_parallel_size is 2 and pipeline_parallel_size 3: 6 ranks"
+    assert RuntimeConfig(pipeline_parallel_size=3, overlap=False).num_lanes == 1
+
+
+# --- processes ---
+
+
+def test_processes(expected: dict[str, Any]) -> None:
+    """Two ranks in each of two stages; one that is killed ends all."""
+    with none_left():
+        runtime = on_ranks(2, pipeline_parallel_size=2)
+        assert len(ranks_of_this_process()) == 3
+        assert answers_of(runtime, LINES, PARAMS) == expected["lines"]
+        with pytest.raises(ParameterError, match="save_cache cannot be used with tensor_parallel_size or pipeline"):
+            runtime.save_cache("cache.safetensors")
+        ranks = [int(pid.pid) for pid in ranks_of_this_process()]
+        os.kill(ranks[-1], signal.SIGKILL)
+        with pytest.raises(DeviceLostError, match="rank . of 4"):
+            runtime.generate(LINES * 20, SamplingParams(max_new_tokens=100, ignore_eos=True))
+        with pytest.raises(DeviceLostError):
+            runtime.generate(LINES[0])
+        runtime.close()
+
+
+def test_what_cannot_be_divided_is_refused() -> None:
+    """By name; no process is started."""
+    with none_left(), pytest.raises(ModelError, match="num_hidden_layers 4 is less than pipeline_parallel_size 5"):
+        on_ranks(1, pipeline_parallel_size=5)
+    with pytest.raises(ParameterError, match="pipeline_parallel_size"):
+        on_ranks(1, pipeline_parallel_size=0)
