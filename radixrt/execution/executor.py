@@ -71,7 +71,8 @@ class Executor:
         self.req_to_token = torch.zeros(size, dtype=torch.int32, device=device)  # the last row is for padding
         self.last_token = torch.zeros(size[0], dtype=torch.int32, device=device)  # sampled for each row
         self._drawn_in = np.full(size[0], -1)  # of each row, as the first of several stages counts passes
-        self._staging = Staging(device)
+        # A stage that computes an old pass does not keep the first one from beginning a new one.
+        self._staging = Staging(device, num_buffers=max(2, self._stage.count))
         # Masks are sent while logits are computed. Once they are filled, all passes before have ended, and nobody
         # reads other masks.
         self._mask_stream = None

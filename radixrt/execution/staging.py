@@ -37,16 +37,16 @@ class Layout:
 class Staging:
     """Sends packed words to one place on the device.
 
-    The host side is a ring of two buffers (pinned, for CUDA), so that words can be sent while the copy before may
-    not have been made yet; sending waits for the copy before that. The device side is one buffer: passes run in
+    The host side is a ring of two buffers or more (pinned, for CUDA), so that words can be sent while the copy
+    before may not have been made yet; sending waits for the copy that was made of the same one. The device side is one buffer: passes run in
     order, and the words of a pass are valid until the next upload. It moves when it has to grow; once there is a
     fixed one, only words that are too many for that go there.
     """
 
-    def __init__(self, device: torch.device, num_words: int = 1 << 16) -> None:
+    def __init__(self, device: torch.device, num_words: int = 1 << 16, num_buffers: int = 2) -> None:
         self._device, self._on_gpu = device, device.type == "cuda"
-        self._turn = 0
-        events = range(2 if self._on_gpu else 0)
+        self._turn, self._num_buffers = 0, num_buffers
+        events = range(num_buffers if self._on_gpu else 0)
         self._copied = [torch.cuda.Event() for _ in events]  # type: ignore[no-untyped-call]
         self._fixed = torch.empty(0, dtype=torch.int32, device=device)
         self._reserve(num_words)
@@ -54,7 +54,10 @@ class Staging:
     def _reserve(self, num_words: int) -> None:
         # What is in flight holds on to the buffers before.
         pinned = self._on_gpu
-        self._host = [torch.empty(num_words, dtype=torch.int32, device="cpu", pin_memory=pinned) for _ in range(2)]
+        self._host = [
+            torch.empty(num_words, dtype=torch.int32, device="cpu", pin_memory=pinned)
+            for _ in range(self._num_buffers)
+        ]
         self._words = [buffer.numpy() for buffer in self._host]
         self._buffer = torch.empty(num_words, dtype=torch.int32, device=self._device)
 
@@ -73,7 +76,7 @@ class Staging:
         """The host's words to be sent next, `[count]`; what is in them is of no meaning."""
         if count > len(self._buffer):
             self._reserve(2 * count)
-        self._turn ^= 1
+        self._turn = (self._turn + 1) % self._num_buffers
         if self._on_gpu:
             self._copied[self._turn].synchronize()
         return self._words[self._turn][:count]

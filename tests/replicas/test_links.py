@@ -232,6 +232,11 @@ def test_ranks_have_cards_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [each.environment["CUDA_VISIBLE_DEVICES"] for each in placements(config, wanted)] == chosen
     with pytest.raises(ParameterError, match="tensor_parallel_size is 6"):
         placements(RuntimeConfig(tensor_parallel_size=6), None)
+    staged = RuntimeConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
+    (each,) = placements(staged, None)
+    assert each.environment["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    with pytest.raises(ParameterError, match="pipeline_parallel_size 6: 6 ranks, but torch sees 5 CUDA devices"):
+        placements(RuntimeConfig(pipeline_parallel_size=6), None)
 
 
 def test_the_built_in_model_on_two_replicas(tmp_path: Path) -> None:
