@@ -37,10 +37,10 @@ class Layout:
 class Staging:
     """Sends packed words to one place on the device.
 
-    The host side is a ring of two buffers or more (pinned, for CUDA), so that words can be sent while the copy
-    before may not have been made yet; sending waits for the copy that was made of the same one. The device side is one buffer: passes run in
-    order, and the words of a pass are valid until the next upload. It moves when it has to grow; once there is a
-    fixed one, only words that are too many for that go there.
+    The host side is a ring of two buffers or more (pinned, for CUDA), so that words can be sent while the copies
+    before may not have been made yet; sending waits for the last copy of the same buffer. The device side is one
+    buffer: passes run in order, and the words of a pass are valid until the next upload. It moves when it has to
+    grow; once there is a fixed one, only words that are too many for that go there.
     """
 
     def __init__(self, device: torch.device, num_words: int = 1 << 16, num_buffers: int = 2) -> None:

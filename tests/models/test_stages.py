@@ -16,7 +16,7 @@ from layers.stages import Stage
 from radixrt.errors import ModelError
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import load_model, reload_weights
-from radixrt.ranks.group import RankGroup, Shape
+from radixrt.ranks.group import ALONE, RankGroup, Shape
 from tests.models.test_parity import MODELS, Session, prompt
 from tests.support import checkpoints, int4_checkpoints, quantised_checkpoints
 from tests.support.input_metadata import input_metadata
@@ -65,7 +65,7 @@ def logits(model: Decoder) -> Tensor | None:
     return model.compute_logits(torch.cat(hidden), None) if model.stage.is_last else None
 
 
-def loaded_logits(folder: Path, group: RankGroup = RankGroup(), **options: Any) -> Tensor | None:
+def loaded_logits(folder: Path, group: RankGroup = ALONE, **options: Any) -> Tensor | None:
     return logits(load_model(folder, ranks=group.ranks, stage=group.stage, **options)[0])
 
 
@@ -221,7 +221,12 @@ def test_other_weights_in_place(tmp_path: Path) -> None:
 
 def test_quantised_checkpoints(tmp_path: Path) -> None:
     """Experts, which are stored one by one; packed matrices."""
-    wide: dict[str, Any] = {"hidden_size": 256, "head_dim": 128, "intermediate_size": 512, "num_attention_heads": 2}
+    wide: dict[str, Any] = {
+        "hidden_size": 256,
+        "head_dim": 128,
+        "intermediate_size": 512,
+        "num_attention_heads": 2,
+    }
     quantised_checkpoints.write(
         checkpoints.qwen3_moe(**wide, moe_intermediate_size=256), tmp_path / "e4m3", "fp8 blocks"
     )
@@ -232,5 +237,5 @@ def test_quantised_checkpoints(tmp_path: Path) -> None:
 
 def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
     folder = checkpoints.write(checkpoints.llama(**LAYERS), tmp_path)
-    with pytest.raises(ModelError, match="^num_hidden_layers 3 is less than pipeline_parallel_size 4$"):
+    with pytest.raises(ModelError, match=r"^num_hidden_layers 3 is less than pipeline_parallel_size 4$"):
         load_model(folder, stage=Stage(0, 4))

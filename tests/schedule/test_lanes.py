@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from radixrt.schedule.answer import Answer
@@ -107,7 +106,7 @@ def test_first_tokens_of_prompts_do_not_hold_others_up() -> None:
         drawn |= dict.fromkeys(pass_.req_pool_indices[pass_.num_samples > 0].tolist(), number)
 
 
-@pytest.mark.long_unless(kept=lambda given: given["seed"] < 6)
+@pytest.mark.long_unless(kept=lambda given: given["seed"] < 4)
 @pytest.mark.parametrize("seed", range(24))
 def test_random_walks(seed: int) -> None:
     """All that holds in a world of one lane, and its tokens; see `World._check_turns`."""
@@ -120,21 +119,3 @@ def test_random_walks(seed: int) -> None:
         walk.act()
     world.drain()
     assert world.events["decode of a token in flight"] >= 10
-
-
-def test_turns_are_of_what_answers_hold_now() -> None:
-    """Who was retracted meanwhile, and has the same row again, is not who it was."""
-    world = World(Sizes(num_slots=100, num_rows=3, max_running=2, lanes=2, chunk=32))
-    answers = submitted(world, 2, new=20)
-    passes = launched(world)
-    for _ in range(6):
-        world.step()
-    rows = {answer.lease.row for answer in answers if answer.lease is not None}
-    for _ in range(8):
-        world.retract(answers[1])
-        before = passes[-1][1].req_pool_indices
-        for _ in range(4):
-            world.step()
-        assert passes[-1][1].req_pool_indices is not before or before.tolist() == [min(rows)]
-    world.drain()
-    assert np.array_equal(sorted(rows), [0, 1])

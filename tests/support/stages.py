@@ -29,17 +29,21 @@ from tests.support.recomputing import Recomputing, planner_on_cpu
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
+PATIENCE = 20  # seconds that a thread waits for another one
 
 
 def on_stages(shape: Shape, work: Callable[[RankGroup], T]) -> list[T]:
-    """What `work` gives on each rank of `shape`, in their order. An error on one of them is raised."""
+    """What `work` gives on each rank of `shape`, in their order. An error on one of them is raised, at the latest
+    when the others have waited long enough for it.
+    """
     store = HashStore()
 
     def run(rank: int) -> T:
         with torch.inference_mode():
             return work(joined(store, rank, shape, CPU))
 
-    with ThreadPoolExecutor(shape.size) as threads:
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(shape.size) as threads:
+        patch.setattr(group, "START_SECONDS", PATIENCE)
         return list(threads.map(run, range(shape.size)))
 
 
@@ -124,13 +128,13 @@ class ThreadFollowers:
         for queue in self._queues:
             queue.put(None)
         for end in self._ends:
-            end.result(60)
+            end.result(PATIENCE)
 
 
 @contextmanager
 def staged(stages: int, ranks: int = 1, *, captured: bool = False, **options: Any) -> Iterator[Runtime]:
-    """A Runtime in float32 on a CPU, of `stages` of `ranks` each: threads. With `captured`, passes are padded as if
-    graphs computed them.
+    """A Runtime in float32 on a CPU, of `stages` of `ranks` each: threads. With `captured`, passes are padded as
+    if graphs computed them.
     """
 
     def runner(
@@ -147,7 +151,7 @@ def staged(stages: int, ranks: int = 1, *, captured: bool = False, **options: An
     with pytest.MonkeyPatch.context() as while_it_runs:
         while_it_runs.setattr(leading_runner, "COMPARE_EVERY", 1)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(group, "START_SECONDS", 60)
+            patch.setattr(group, "START_SECONDS", PATIENCE)
             patch.setattr(radixrt.assembly, "start_followers", ThreadFollowers)
             if captured:
                 patch.setattr(radixrt.ranks.rank, "ModelRunner", runner)
