@@ -37,6 +37,7 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--save-cache", str(tmp_path / "none" / "x")], f"the folder {tmp_path / 'none'} of the cache file does"),
         (["--load-cache", str(path), "--no-prefix-cache"], "--no-prefix-cache keeps nothing"),
         (["--save-cache", str(path), "--tp", "2"], "are for one rank; with --tp and --pp each has a part"),
+        (["--save-cache", str(path), "--pp", "2"], "are for one rank; with --tp and --pp each has a part"),
     ):
         assert main(["generate", "x", *options, *arguments]) == 2
         assert message in capsys.readouterr().err
