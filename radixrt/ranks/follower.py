@@ -1,6 +1,6 @@
 """The process of a rank other than the first: it loads its part of the model, and computes what it is told."""
 
-# Tests: tests/ranks/test_ranks.py
+# Tests: tests/ranks/test_ranks.py, tests/ranks/test_stages.py
 
 from __future__ import annotations
 

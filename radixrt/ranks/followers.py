@@ -1,6 +1,6 @@
 """The other ranks, as the first one sees them: started, told what to compute, and watched."""
 
-# Tests: tests/ranks/test_ranks.py
+# Tests: tests/ranks/test_ranks.py, tests/ranks/test_stages.py
 
 from __future__ import annotations
 

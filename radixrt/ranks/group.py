@@ -1,6 +1,6 @@
 """`RankGroup`: a process's place among ranks, and what they agree on."""
 
-# Tests: tests/ranks/test_ranks.py
+# Tests: tests/ranks/test_ranks.py, tests/ranks/test_stages.py
 
 from __future__ import annotations
 

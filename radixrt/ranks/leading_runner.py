@@ -1,6 +1,6 @@
 """`LeadingRunner`: the first rank's runner, which tells the other ranks what it computes."""
 
-# Tests: tests/ranks/test_ranks.py
+# Tests: tests/ranks/test_ranks.py, tests/ranks/test_stages.py
 
 from __future__ import annotations
 

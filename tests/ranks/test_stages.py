@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,9 +17,12 @@ import pytest
 from radixrt.config import RuntimeConfig
 from radixrt.errors import DeviceLostError, ModelError, ParameterError
 from radixrt.execution.attention.planner import AttentionPlanner
+from radixrt.ranks.followers import Followers
+from radixrt.ranks.group import Shape
 from radixrt.ranks.leading_runner import LeadingRunner
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
+from radixrt.workers.channel import Channel, Message, encode
 from tests.ranks.test_ranks import LINES, none_left, ranks_of_this_process, tokens_of
 from tests.ranks.test_ranks import PARAMS as MAY_STOP
 from tests.ranks.test_ranks import runtime as on_ranks
@@ -176,6 +181,29 @@ def test_what_is_told_of_ranks() -> None:
     assert (config.num_ranks, config.num_lanes) == (6, 3)
     assert config.told_ranks == "tensor_parallel_size is 2 and pipeline_parallel_size 3: 6 ranks"
     assert RuntimeConfig(pipeline_parallel_size=3, overlap=False).num_lanes == 1
+
+
+def test_a_rank_that_reads_nothing_is_not_waited_for_in_vain() -> None:
+    """It may wait for what this rank has yet to compute."""
+    own, other = socket.socketpair()
+    own.setblocking(False)
+    channel, received = Channel(own), bytearray()
+
+    def meanwhile() -> bool:
+        received.extend(other.recv(1 << 16))
+        return True
+
+    followers: Any = Followers.__new__(Followers)
+    followers._lost, followers._shape = None, Shape(2, 2)
+    followers._processes = [SimpleNamespace(channel=channel, send=channel.send)]
+    message = Message({"launch": 1}, np.arange(1 << 20, dtype=np.int32))
+    followers.send(message, meanwhile=meanwhile)
+    while len(received) < len(encode(message)):
+        meanwhile()
+    assert received == encode(message)
+    followers.send(message, draws=True)  # nobody else draws
+    own.close()
+    other.close()
 
 
 # --- processes ---
