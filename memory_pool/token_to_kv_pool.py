@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Iterator
 
 import torch
 
@@ -82,6 +83,19 @@ def page_lock(buffer: torch.Tensor, device: torch.device) -> None:
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=device)
         raise RuntimeError(f"{buffer.nbytes:,} bytes of host memory cannot be page-locked: {status}")
+
+
+@contextlib.contextmanager
+def page_locked(buffer: torch.Tensor, device: torch.device) -> Iterator[None]:
+    """Lock a buffer's pages inside, if `device` is a GPU. Raises RuntimeError."""
+    if device.type != "cuda":
+        yield
+        return
+    page_lock(buffer, device)
+    try:
+        yield
+    finally:
+        _unlock_pages(buffer.data_ptr(), device)
 
 
 def _unlock_pages(address: int, device: torch.device) -> None:

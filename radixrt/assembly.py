@@ -18,22 +18,23 @@ from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.config import RuntimeConfig
 from radixrt.engine.engine import Engine
 from radixrt.engine.parts import Parts, request_output
-from radixrt.errors import ParameterError
 from radixrt.frontend.request_builder import RequestBuilder, chatting_tokenizer
-from radixrt.kept_cache.identity import cache_identity, weight_fingerprint
+from radixrt.kept_cache.identity import cache_identity, weight_fingerprint, weight_fingerprint_of_ranks
 from radixrt.kept_cache.storage import CacheStorage
 from radixrt.limits import RunLimits
 from radixrt.models.config import generation_defaults, read_architecture
 from radixrt.models.decoder import Decoder
+from radixrt.models.loader import whole_of
 from radixrt.models.registry import find_architecture
 from radixrt.ranks.followers import Followers, start_followers
+from radixrt.ranks.kept_parts import KeptParts
 from radixrt.ranks.leading_runner import LeadingRunner
+from radixrt.ranks.messages import identity_of
 from radixrt.ranks.rank import RankParts, assemble_rank, check_config, context_beside, folder_of
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.policy import SchedulePolicy, SchedulerConfig
 from radixrt.schedule.scheduler import Scheduler
 from radixrt.text.tokenizer import Tokenizer
-from radixrt.workers.channel import Message
 
 _log = logging.getLogger(__name__)
 
@@ -44,14 +45,33 @@ class LoadedModel:
     def __init__(self, rank: RankParts, storage: CacheStorage, followers: Followers | None) -> None:
         self._rank, self._followers = rank, followers
         self.decoder, self.device = rank.decoder, rank.decoder.placement.device
-        self.storage, self.kv_pool = storage, storage.kv_pool
-        self._fingerprint: str | None = None  # of the weights, once somebody has asked
+        self.storage, self.kv_pool = storage, rank.kv_pool
+        # Of the weights and scales of all ranks, once somebody has asked.
+        self._fingerprint: tuple[str, torch.Tensor | None] | None = None
 
     def identity(self) -> dict[str, Any]:
         if self._fingerprint is None:
-            self._fingerprint = weight_fingerprint(self.decoder)
-        placement, scales = self.decoder.placement, self.kv_pool.scales
-        return cache_identity(self.decoder.config, self._fingerprint, placement, self.storage.format, scales)
+            self._fingerprint = self._fingerprinted()
+        placement, (fingerprint, scales) = self.decoder.placement, self._fingerprint
+        return cache_identity(self._rank.config, fingerprint, placement, self.storage.format, scales)
+
+    def _fingerprinted(self) -> tuple[str, torch.Tensor | None]:
+        """Of the whole model's weights; and the scales of all heads `[num_layers, 2, num_kv_heads]`."""
+        rank, followers = self._rank, self._followers
+        if followers is None:
+            return weight_fingerprint(self.decoder), self.kv_pool.scales
+        asked = followers.ask({"identity": True})
+        found = [rank.identity(), *map(identity_of, followers.wait_for(asked))]
+        whole = whole_of(self.decoder, rank.config)
+        fingerprint = weight_fingerprint_of_ranks(whole, [each.checksums for each in found])
+        if self.kv_pool.scales is None:
+            return fingerprint, None
+        scales = torch.empty(self.storage.part.token_shape[:3], device="cpu")
+        for each in found:
+            first_layer, end_layer, first_head, end_head = each.place
+            assert each.scales is not None
+            scales[first_layer:end_layer, :, first_head:end_head] = torch.from_numpy(each.scales)
+        return fingerprint, scales
 
     def reload(self, source: str | Path, *, before_change: Callable[[], None]) -> None:
         self._fingerprint = None
@@ -59,29 +79,22 @@ class LoadedModel:
         if Path(source).exists():
             source = Path(source).resolve()  # others may have started in another folder
 
+        asked: list[int] = []
+
         def change() -> None:
             before_change()
             if followers is not None:  # they read what has been found sound here
-                followers.send(Message({"reload": str(source)}))
+                asked.append(followers.ask({"reload": str(source)}))
 
         self._rank.reload(source, change)
         if followers is not None:
-            followers.wait_for_reload()
+            followers.wait_for(*asked)
 
     def save_cache(self, path: Path, weights_version: int, *, progress: bool) -> int:
-        self._check_alone("save_cache")
         return self.storage.save(path, weights_version, self.identity(), progress=progress)
 
     def load_cache(self, path: Path, weights_version: int, *, progress: bool) -> tuple[int, int]:
-        self._check_alone("load_cache")
         return self.storage.load(path, weights_version, self.identity(), progress=progress)
-
-    def _check_alone(self, what: str) -> None:
-        if self._followers is not None:
-            raise ParameterError(
-                f"{what} cannot be used with tensor_parallel_size or pipeline_parallel_size: each rank has a part "
-                "of the cache"
-            )
 
 
 def assemble(config: RuntimeConfig, decoder: Decoder | None = None) -> Parts:
@@ -133,6 +146,8 @@ def _assembled(
     cache = PrefixCache(
         rows, kv_pool.allocator, host_slots=host, enabled=enabled, force_miss=config.force_miss
     )
+    part = rank.kv_part
+    storage = CacheStorage(cache, part, None if followers is None else KeptParts(followers, part))
     running, chunk, policy = limits.max_running_requests, limits.chunked_prefill_size, config.schedule_policy
     lanes = config.num_lanes
     scheduler = Scheduler(
@@ -151,7 +166,7 @@ def _assembled(
             scheduler.refusal,
             defaults=defaults,
         ),
-        model=LoadedModel(rank, CacheStorage(cache, kv_pool, host_pool, impl=config.impl), followers),
+        model=LoadedModel(rank, storage, followers),
         output_of=partial(request_output, tokenizer=tokenizer),
         products=rank.products,
         start_up=rank.seconds,

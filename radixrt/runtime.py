@@ -7,6 +7,7 @@ import inspect
 import itertools
 import logging
 import sys
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -113,6 +114,9 @@ class Runtime:
 
     def _set(self, parts: Parts) -> None:
         self._parts: Parts | None = parts  # None once it is closed
+        # Also of one that is dropped. At the process's exit other processes end by themselves.
+        self._end_processes = weakref.finalize(self, parts.close)
+        self._end_processes.atexit = False
         self._driver = Driver(parts.engine, parts.output_of)
         self._loose = OutputCall("return")  # requests that came through `submit`
         self._calls = itertools.count()  # numbers of the calls that answer prompts
@@ -524,7 +528,7 @@ class Runtime:
         written beside `path` and renamed when it is whole and durable: `path` always holds the old or the new one.
 
         Returns how many tokens were saved. Raises CacheFileError if the file cannot be written, or `path` is a
-        link or has content that is no kept cache.
+        link or has content that is no kept cache; DeviceLostError if a rank is lost.
         """
         self._check_keeps_a_cache("save_cache")
         return self._driver.while_idle(
@@ -535,10 +539,12 @@ class Runtime:
         """Load the prefixes of a file that a Runtime of the same weights, dtype and rope wrote with `save_cache`.
 
         Running requests end first, and new ones wait. Prefixes go to free slots, the last used first, and evict
-        nothing; they are the first to be evicted, to the host if there is a tier.
+        nothing; they are the first to be evicted, to the host if there is a tier. Any number of ranks may
+        have saved them.
 
         Returns how many tokens were loaded; too few slots are logged as a warning. Raises CacheFileError if the
-        file is missing, cut short or altered, or of another model; nothing of it is used then.
+        file is missing, cut short or altered, or of another model; nothing of it is used then. Raises
+        DeviceLostError if a rank is lost.
         """
         self._check_keeps_a_cache("load_cache")
         loaded, left_out = self._driver.while_idle(
@@ -558,8 +564,7 @@ class Runtime:
             return  # what it has is its parent's
         self._driver.close()
         parts, self._parts = self._parts, None
-        if parts is not None:
-            parts.close()
+        self._end_processes()
         if parts is not None and not parts.engine.is_lost:
             free_device = parts.free_device
             del parts  # what it holds is unused now

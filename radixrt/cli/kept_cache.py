@@ -33,9 +33,6 @@ def runtime_places(arguments: argparse.Namespace) -> list[Place]:
     load, save = _path(arguments, "load_cache"), _path(arguments, "save_cache")
     if (load or save) and not getattr(arguments, "enable_prefix_cache", True):
         raise ParameterError("--no-prefix-cache keeps nothing: there is no cache to load or to save")
-    sizes = (getattr(arguments, f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
-    if (load or save) and max(sizes) > 1:
-        raise ParameterError("--load-cache and --save-cache are for one rank; with --tp and --pp each has a part")
     places = model_place(arguments)
     if load is not None:
         if not os.path.isfile(load):

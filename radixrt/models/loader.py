@@ -140,6 +140,15 @@ def _skeleton(decoder: type[Decoder], config: ModelConfig, placement: Placement)
     return model
 
 
+def whole_of(model: Decoder, config: ModelConfig) -> Decoder:
+    """The whole model of which `model` is a rank's part, without numbers, or `model` itself. `config` is the whole
+    model's.
+    """
+    if model.placement.ranks.is_alone and model.placement.stage.is_whole:
+        return model
+    return _skeleton(type(model), config, replace(model.placement, ranks=ALONE, stage=WHOLE))
+
+
 def reload_weights(
     model: Decoder, config: ModelConfig, source: str | Path, *, before_change: Callable[[], object]
 ) -> None:
@@ -162,9 +171,7 @@ def reload_weights(
     if differing:
         raise ModelError(f"{folder} is not a checkpoint of this model: {'; '.join(differing)}")
     files = WeightFiles.of(folder)
-    whole = model
-    if not (model.placement.ranks.is_alone and model.placement.stage.is_whole):
-        whole = _skeleton(type(model), config, replace(model.placement, ranks=ALONE, stage=WHOLE))
+    whole = whole_of(model, config)
     _check_stored(whole, config, files, files.stored())
     before_change()
     _fill_from_files(model, whole, config, files)

@@ -22,23 +22,25 @@ from radixrt.workers.channel import Channel, Message, error_as_json
 from radixrt.workers.process import LOG
 
 if TYPE_CHECKING:
+    from radixrt.ranks.kept_parts import OwnPart
     from radixrt.ranks.rank import RankParts
 
 
 class Follower:
     """Does what the first rank says, in order."""
 
-    def __init__(self, parts: RankParts) -> None:
+    def __init__(self, parts: RankParts, kept: OwnPart) -> None:
         from radixrt.ranks.messages import PassReader  # what is of torch is imported last
 
         self._parts, self._runner = parts, parts.runner
+        self._kept = kept
         self._reader, self._num_launched = PassReader(parts.decoder.stage.count), 0
         self._in_flight: deque[object] = deque()
 
     def handle(self, message: Message) -> Message | None:
         """Do what a message says. Returns what the first rank is to know."""
         from radixrt.ranks.leading_runner import COMPARE_EVERY, digest_of
-        from radixrt.ranks.messages import transfers_of
+        from radixrt.ranks.messages import identity_message, transfers_of
 
         body = message.body
         if "launch" in body:
@@ -59,8 +61,11 @@ class Follower:
             self._runner.transfer(transfers_of(message))
         elif "reload" in body:
             self._parts.reload(body["reload"])
-            return Message({"reloaded": True})
-        return None
+        elif "kept" in body:
+            self._kept.handle(body["kept"], message.numbers)
+        elif "identity" in body:
+            return identity_message(body["asked"], self._parts.identity())
+        return Message({"answers": body["asked"]}) if "asked" in body else None
 
 
 def follow(channel: Channel, first: dict[str, Any]) -> None:
@@ -68,6 +73,7 @@ def follow(channel: Channel, first: dict[str, Any]) -> None:
     import torch
 
     from radixrt.ranks.group import Shape, joined, store_at
+    from radixrt.ranks.kept_parts import OwnPart
     from radixrt.ranks.rank import assemble_rank, folder_of
 
     config = RuntimeConfig(**first["config"])
@@ -85,7 +91,7 @@ def follow(channel: Channel, first: dict[str, Any]) -> None:
     except RadixrtError as error:
         channel.send(Message({"refused": error_as_json(error)}))
         return
-    follower = Follower(parts)
+    follower = Follower(parts, OwnPart(parts.kv_part, first["kept_file"]))
     while True:
         for message in channel.receive():
             if (told := follower.handle(message)) is not None:

@@ -4,14 +4,18 @@
 
 from __future__ import annotations
 
+import os
 import select
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+from radixrt.arrays import Int32Array
 from radixrt.config import RuntimeConfig, config_as_json
 from radixrt.errors import DeviceLostError, ModelError, ParameterError, RadixrtError
 from radixrt.ranks.group import RankGroup, Shape, joined, waiting_store
@@ -34,6 +38,9 @@ class Followers:
     Args:
         config: of the first rank's Runtime.
         devices: of all ranks.
+
+    Attributes:
+        kept_file: an open file that all have, for pieces of kept caches: see `KeptParts`.
     """
 
     def __init__(self, config: RuntimeConfig, devices: list[torch.device]) -> None:
@@ -42,7 +49,9 @@ class Followers:
         self._device, self._group = devices[0], RankGroup()
         self._lost: str | None = None  # why
         self._refusal: RadixrtError | None = None  # of one that could not be made
-        self._num_reloads = 0
+        self._num_asked = 0
+        self._answers: dict[int, Message] = {}  # by rank: to what it was asked last of all that it has answered
+        self.kept_file = _memory_file()
         self._looked_at = self._waits_from = 0.0
         self._waits_since: float | None = None
         self._is_closing = threading.Event()
@@ -54,7 +63,8 @@ class Followers:
             for rank, device in enumerate(devices[1:], start=1):
                 own = config_as_json(config) | {"device": str(device)}
                 first = {"config": own, "rank": rank, "port": self._store.port}
-                self._processes.append(Process(PROGRAM, {}, Message(first)))
+                first["kept_file"] = self.kept_file
+                self._processes.append(Process(PROGRAM, {}, Message(first), [self.kept_file]))
         except BaseException:
             self.close()
             raise
@@ -120,12 +130,25 @@ class Followers:
             raise
         self.check()
 
-    def wait_for_reload(self) -> None:
-        """Until all have read other weights. Raises DeviceLostError where one could not."""
-        wanted = self._size - 1
-        self._wait_until(lambda: self._num_reloads == wanted or self._lost is not None, float("inf"))
+    def ask(self, body: dict[str, Any], numbers: Int32Array | None = None) -> int:
+        """Tell all of them what they answer once it is done. Returns what `wait_for` takes."""
+        self._num_asked += 1
+        body = {**body, "asked": self._num_asked}
+        self.send(Message(body) if numbers is None else Message(body, numbers))
+        return self._num_asked
+
+    def wait_for(self, asked: int) -> list[Message]:
+        """Wait until all have answered; a Ctrl-C here may have left earlier answers waited for by nobody. Returns
+        the answers by rank, unless they were asked more meanwhile. Raises DeviceLostError where one is lost.
+        """
+
+        def are_here() -> bool:
+            answered = [message.body["answers"] for message in self._answers.copy().values()]
+            return len(answered) == len(self._processes) and min(answered) >= asked
+
+        self._wait_until(lambda: are_here() or self._lost is not None, float("inf"))
         self.check()
-        self._num_reloads = 0
+        return [self._answers[rank] for rank in range(1, self._size)]
 
     def _wait_until(self, holds: Callable[[], bool], seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -173,6 +196,9 @@ class Followers:
             process.close()
         for process in self._processes:
             process.wait_for_end(5.0)
+        if self.kept_file >= 0:
+            os.close(self.kept_file)
+            self.kept_file = -1
 
     # -- in the watching thread ----------------------------------------------------------------------------
 
@@ -205,8 +231,8 @@ class Followers:
         elif "refused" in message.body:
             self._refusal = error_of(message.body["refused"])
             self._lose(f"rank {rank} of {self._size}: {self._refusal}")
-        elif "reloaded" in message.body:
-            self._num_reloads += 1
+        elif "answers" in message.body:
+            self._answers[rank] = message
         elif "digest" in message.body:
             self.compare(rank, *message.body["digest"])
 
@@ -231,6 +257,14 @@ class Followers:
         for process in self._processes:
             process.end()
         self._group.abort()
+
+
+def _memory_file() -> int:
+    """An open file without a name, in memory where the system has such; it is empty."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("radixrt-kept-cache")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def start_followers(config: RuntimeConfig, device: torch.device) -> Followers:

@@ -45,9 +45,12 @@ class LeadingRunner:
         self._waiting: deque[_Launch] = deque()  # for this rank's part
 
     def transfer(self, transfers: deque[KVTransfer]) -> None:
-        """See `Runner`."""
+        """See `Runner`; but one that fails here ends all: others have made it, and nobody may do so twice."""
         self._tell(transfers_message(transfers))
-        self._own.transfer(transfers)
+        try:
+            self._own.transfer(transfers)
+        except Exception as error:
+            raise DeviceLostError(self._followers.why_lost(error)) from error
 
     def prepare(self, pass_: Pass) -> None:
         """See `Runner`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, fields
+from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -99,6 +99,38 @@ def transfers_of(message: Message) -> deque[KVTransfer]:
         KVTransfer(to_host, arrays[f"source{nth}"], arrays[f"target{nth}"])
         for nth, to_host in enumerate(directions)
     )
+
+
+@dataclass(frozen=True)
+class RankIdentity:
+    """What a rank's part of the KV depends on.
+
+    Attributes:
+        checksums: by the names of parameters, as `rank_checksums` gives them.
+        place: of the part in the KV: its first layer and the one after its last, and heads likewise.
+        scales: float32 `[its layers, 2, its heads]`, if the KV has any.
+    """
+
+    checksums: dict[str, int]
+    place: tuple[int, int, int, int]
+    scales: Array | None
+
+
+def identity_message(asked: int, identity: RankIdentity) -> Message:
+    """The answer of a rank that is asked for it."""
+    names, sums = list(identity.checksums), list(identity.checksums.values())
+    arrays: dict[str, Array] = {"checksums": np.array(sums, np.int64)}
+    if identity.scales is not None:
+        arrays["scales"] = identity.scales
+    return _with_arrays({"answers": asked, "parameters": names, "place": identity.place}, arrays)
+
+
+def identity_of(message: Message) -> RankIdentity:
+    """What the message says."""
+    arrays, body = _arrays_of(message), message.body
+    checksums = dict(zip(body["parameters"], arrays["checksums"].tolist(), strict=True))
+    first_layer, end_layer, first_head, end_head = body["place"]
+    return RankIdentity(checksums, (first_layer, end_layer, first_head, end_head), arrays.get("scales"))
 
 
 def _with_arrays(body: dict[str, Any], arrays: Mapping[str, Array]) -> Message:

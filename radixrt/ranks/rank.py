@@ -35,12 +35,15 @@ from radixrt.execution.memory_budget import (
 )
 from radixrt.execution.model_runner import ModelRunner, Tuning
 from radixrt.execution.products import compare_all
+from radixrt.kept_cache.identity import rank_checksums
+from radixrt.kept_cache.kv_part import KVPart
 from radixrt.limits import NO_PASSES, PassLimits, requests_at_once
 from radixrt.models.config import GENERATION_DEFAULTS, ModelConfig, generation_defaults
 from radixrt.models.decoder import Decoder
-from radixrt.models.loader import check_dtype, load_model, model_folder, reload_weights
+from radixrt.models.loader import check_dtype, load_model, model_folder, reload_weights, whole_of
 from radixrt.processors import usable_processors
 from radixrt.ranks.group import ALONE, RankGroup
+from radixrt.ranks.messages import RankIdentity
 from radixrt.sampling_params import SamplingParams
 from triton_ops.e4m3 import E4M3, FIRST_CAPABILITY
 from triton_ops.implementation import runs_triton
@@ -62,6 +65,29 @@ class RankParts:
     runner: ModelRunner
     products: tuple[ProductTable, ...]  # of a deterministic model
     seconds: Mapping[str, float]  # of the steps, as in Runtime, without their total
+
+    @property
+    def kv_part(self) -> KVPart:
+        """Its part of the KV, for kept caches."""
+        placement, config = self.decoder.placement, self.config
+        return KVPart(
+            self.kv_pool,
+            self.host_pool,
+            placement.impl,
+            config.num_layers,
+            config.num_kv_heads,
+            placement.ranks,
+            placement.stage,
+        )
+
+    def identity(self) -> RankIdentity:
+        """What its part of the KV depends on."""
+        part, scales = self.kv_part, self.kv_pool.scales
+        return RankIdentity(
+            rank_checksums(self.decoder, whole_of(self.decoder, self.config)),
+            (part.layers.start, part.layers.stop, part.heads.start, part.heads.stop),
+            None if scales is None else scales.cpu().numpy(),
+        )
 
     def reload(self, source: str | Path, before_change: Callable[[], None] = lambda: None) -> None:
         """Read other weights of the same shape. Raises as `Runtime.update_weights`."""

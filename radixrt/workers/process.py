@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,15 +25,17 @@ LOG = "RADIXRT_WORKER_LOG"  # in its environment: the level at which it logs
 class Process:
     """A process that runs `python -m PROGRAM FD` with a connected socket, and is sent `first`.
 
-    `environment` of its own beside this one's.
+    `environment` of its own beside this one's; open files that it has `inherited`, by the same numbers.
     """
 
-    def __init__(self, program: str, environment: Mapping[str, str], first: Message) -> None:
+    def __init__(
+        self, program: str, environment: Mapping[str, str], first: Message, inherited: Sequence[int] = ()
+    ) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", program, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *inherited],
                 env={**os.environ, **_environment(), **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # this one's may carry records

@@ -29,7 +29,7 @@ from radixrt import CacheFileError, ParameterError, RadixrtError, RequestOutput,
 from radixrt.cache.radix_tree import DEVICE, Namespace
 from radixrt.cache.snapshot import TreeSnapshot
 from radixrt.files import atomic_file
-from radixrt.kept_cache import cache_file
+from radixrt.kept_cache import cache_file, kv_part
 from radixrt.kept_cache import storage as cache_storage
 from radixrt.kept_cache.cache_file import CacheFileReader, CacheFileWriter, KVFormat, differences
 from radixrt.kept_cache.identity import weight_fingerprint
@@ -586,7 +586,7 @@ def test_ctrl_c_while_loading_changes_nothing(
         path = kept.with_name("again")
         runtime.save_cache(path)
         runtime.flush_cache()
-        before, copy, left = runtime.cache_stats(), cache_storage.kv_copy, [2]
+        before, copy, left = runtime.cache_stats(), kv_part.kv_copy, [2]
 
         def interrupted(*arguments: Any, **options: Any) -> None:
             left[0] -= 1
@@ -594,7 +594,7 @@ def test_ctrl_c_while_loading_changes_nothing(
                 raise KeyboardInterrupt
             copy(*arguments, **options)
 
-        monkeypatch.setattr(cache_storage, "kv_copy", interrupted)
+        monkeypatch.setattr(kv_part, "kv_copy", interrupted)
         with pytest.raises(KeyboardInterrupt):
             runtime.load_cache(path)
         assert runtime.cache_stats() == before

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -108,7 +109,7 @@ def test_a_follower_s_table_is_the_first_rank_s(monkeypatch: pytest.MonkeyPatch)
 
     rows = ReqToTokenPool(*table.shape)
     parts: Any = SimpleNamespace(rows=rows, runner=Runner(), decoder=SimpleNamespace(stage=WHOLE))
-    follower, writer = Follower(parts), PassWriter()
+    follower, writer = Follower(parts, Mock()), PassWriter()
     for pass_, parts.runner.expected in launched:
         follower.handle(writer.message(pass_))
     assert len(launched) > 20

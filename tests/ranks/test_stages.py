@@ -215,10 +215,6 @@ def test_processes(expected: dict[str, Any]) -> None:
         runtime = on_ranks(1, pipeline_parallel_size=2)
         assert len(ranks_of_this_process()) == 1
         assert answers_of(runtime, LINES, PARAMS) == expected["lines"]
-        with pytest.raises(
-            ParameterError, match="save_cache cannot be used with tensor_parallel_size or pipeline"
-        ):
-            runtime.save_cache("cache.safetensors")
         (rank,) = ranks_of_this_process()
         os.kill(rank.pid, signal.SIGKILL)
         with pytest.raises(DeviceLostError, match="rank 1 of 2"):

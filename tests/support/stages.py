@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from torch.distributed import HashStore
 
 import radixrt.assembly
 import radixrt.ranks.rank
+from radixrt.arrays import Int32Array
 from radixrt.config import RuntimeConfig
 from radixrt.execution.model_runner import ModelRunner, Tuning
 from radixrt.limits import NO_PASSES, PassLimits
@@ -22,6 +25,7 @@ from radixrt.models.decoder import Decoder
 from radixrt.ranks import group, leading_runner
 from radixrt.ranks.follower import Follower
 from radixrt.ranks.group import RankGroup, Shape, joined
+from radixrt.ranks.kept_parts import OwnPart
 from radixrt.ranks.rank import RankParts, assemble_rank, folder_of
 from radixrt.runtime import Runtime
 from radixrt.workers.channel import Message, decode, encode
@@ -55,7 +59,8 @@ class ThreadFollowers:
         self._store, size = HashStore(), self.shape.size
         self._queues: list[SimpleQueue[bytes | None]] = [SimpleQueue() for _ in range(size - 1)]
         self._loaded = [threading.Event() for _ in self._queues]
-        self._reloaded = threading.Semaphore(0)
+        self._answers: dict[int, Message] = {}
+        self._num_asked, self.kept_file = 0, os.memfd_create("kept")
         self.parts: dict[int, RankParts] = {}
         self.digests: dict[int, set[int]] = {}
         self.num_told = [0] * size
@@ -77,12 +82,12 @@ class ThreadFollowers:
         finally:
             self._loaded[rank - 1].set()
         self.parts[rank] = parts
-        follower = Follower(parts)
+        follower = Follower(parts, OwnPart(parts.kv_part, self.kept_file))
         while (encoded := self._queues[rank - 1].get()) is not None:
             (message,) = decode(bytearray(encoded))
             told = follower.handle(message)
-            if told is not None and "reloaded" in told.body:
-                self._reloaded.release()
+            if told is not None and "answers" in told.body:
+                self._answers[rank] = told
             elif told is not None:
                 self.compare(rank, *told.body["digest"])
 
@@ -101,9 +106,19 @@ class ThreadFollowers:
             self.num_told[rank + 1] += 1
             queue.put(encode(message))
 
-    def wait_for_reload(self) -> None:
-        for _ in self._queues:
-            self._reloaded.acquire()
+    def ask(self, body: dict[str, Any], numbers: Int32Array | None = None) -> int:
+        self._num_asked += 1
+        body = {**body, "asked": self._num_asked}
+        self.send(Message(body) if numbers is None else Message(body, numbers))
+        return self._num_asked
+
+    def wait_for(self, asked: int) -> list[Message]:
+        ranks, end = range(1, self.shape.size), time.monotonic() + PATIENCE
+        while any(rank not in self._answers or self._answers[rank].body["answers"] < asked for rank in ranks):
+            self.check()
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        return [self._answers[rank] for rank in ranks]
 
     @contextmanager
     def waited_for(self) -> Iterator[None]:
@@ -129,6 +144,7 @@ class ThreadFollowers:
             queue.put(None)
         for end in self._ends:
             end.result(PATIENCE)
+        os.close(self.kept_file)
 
 
 @contextmanager
