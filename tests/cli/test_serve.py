@@ -62,7 +62,10 @@ def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"the server cannot listen at 127.0.0.1, port {port}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(one, marks=pytest.mark.long) for one in (signal.SIGINT, signal.SIGHUP))],
+)
 def test_a_signal_lets_what_runs_end(number: signal.Signals, tmp_path: Path) -> None:
     """New connections are refused, and the cache is saved in the end."""
     cache = tmp_path / "cache"

@@ -83,7 +83,10 @@ def test_killed_twice(tmp_path: Path) -> None:
     assert [*(kept / "no-key" / "runs").iterdir()] == []
 
 
-@pytest.mark.parametrize("signals", [(signal.SIGTERM,), (signal.SIGTERM, signal.SIGINT)])
+@pytest.mark.parametrize(
+    "signals",
+    [pytest.param((signal.SIGTERM,), marks=pytest.mark.long), (signal.SIGTERM, signal.SIGINT)],
+)
 def test_a_server_that_is_to_end_leaves_its_batch(signals: tuple[signal.Signals, ...], tmp_path: Path) -> None:
     """Lines that have begun end first, unless a second signal cuts them; no others begin, even while a client is
     answered. The rest goes on later.
