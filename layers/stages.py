@@ -72,11 +72,13 @@ class TokenReceiver:
         return number
 
     def take(self, number: int, last_token: Tensor) -> None:
-        """Wait for the tokens of pass `number`; `last_token` has those of that pass then, or of a later one."""
+        """Wait for the tokens of pass `number`; if they were not taken before, `last_token` has them then."""
         newest: Tensor | None = None
         while self._expected and (self._expected[0][0] <= number or len(self._expected) > self._depth):
-            _, work, newest = self._expected.popleft()
+            expected, work, place = self._expected.popleft()
             work.wait()
+            if expected <= number:  # else it is so old that the host knows them: nobody will ask
+                newest = place
         if newest is not None:
             last_token.copy_(newest)
 

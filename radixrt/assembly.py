@@ -18,6 +18,7 @@ from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.config import RuntimeConfig
 from radixrt.engine.engine import Engine
 from radixrt.engine.parts import Parts, request_output
+from radixrt.errors import DeviceLostError, RadixrtError
 from radixrt.frontend.request_builder import RequestBuilder, chatting_tokenizer
 from radixrt.kept_cache.identity import cache_identity, weight_fingerprint, weight_fingerprint_of_ranks
 from radixrt.kept_cache.storage import CacheStorage
@@ -86,7 +87,14 @@ class LoadedModel:
             if followers is not None:  # they read what has been found sound here
                 asked.append(followers.ask({"reload": str(source)}))
 
-        self._rank.reload(source, change)
+        try:
+            self._rank.reload(source, change)
+        except Exception as error:
+            # Others that compute scales wait for this rank.
+            waits = not isinstance(error, RadixrtError) or self.kv_pool.scales is not None
+            if followers is not None and asked and waits:
+                raise DeviceLostError(followers.why_lost(error)) from error
+            raise
         if followers is not None:
             followers.wait_for(*asked)
 

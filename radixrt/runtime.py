@@ -510,7 +510,8 @@ class Runtime:
         """Load other weights of the same model, after the running requests, and forget all prefixes.
 
         Raises ModelError if the source is not a checkpoint of this model; nothing has changed then. Any other
-        error, such as that of an unreadable file, leaves weights of both: call this again.
+        error, such as that of an unreadable file, leaves weights of both: call this again. But DeviceLostError, if
+        a rank is lost, is the end.
         """
 
         def forget() -> None:

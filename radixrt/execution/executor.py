@@ -58,7 +58,7 @@ class Executor:
     input from there, so that tokens go from pass to pass without the host.
 
     A stage before the last hands its hidden states on, and has no logits. No graph sends or receives: that is done
-    before and after it, at fixed places.
+    before and after it; of captured passes at fixed places.
     """
 
     def __init__(

@@ -238,6 +238,8 @@ def _checksum(parts: Iterable[Tensor]) -> Tensor:
     sums, first = [], 1
     for part in parts:
         flat = part.contiguous().view(-1)
+        if not len(flat):
+            sums.append(torch.zeros((), dtype=torch.int64, device=part.device))
         for start in range(0, len(flat), _PIECE):
             piece = _bits(flat[start : start + _PIECE])
             place = torch.arange(first, first + len(piece), dtype=torch.int64, device=piece.device)

@@ -48,8 +48,7 @@ class Follower:
             changes = pass_.row_changes
             self._parts.rows.req_to_token[changes.rows, changes.positions] = changes.slots
             self._in_flight.append(self._runner.launch(pass_))
-            while len(self._in_flight) > 1:
-                self._runner.collect(self._in_flight.popleft())
+            self.end_passes(but=1)
             self._num_launched += 1
             if (number := self._num_launched - 1) % COMPARE_EVERY == 0:
                 return Message({"digest": [number, digest_of(self._runner)]})
@@ -66,6 +65,11 @@ class Follower:
         elif "identity" in body:
             return identity_message(body["asked"], self._parts.identity())
         return Message({"answers": body["asked"]}) if "asked" in body else None
+
+    def end_passes(self, *, but: int = 0) -> None:
+        """Wait for the passes in flight, but so many."""
+        while len(self._in_flight) > but:
+            self._runner.collect(self._in_flight.popleft())
 
 
 def follow(channel: Channel, first: dict[str, Any]) -> None:
@@ -97,6 +101,7 @@ def follow(channel: Channel, first: dict[str, Any]) -> None:
             if (told := follower.handle(message)) is not None:
                 channel.send(told)
         if channel.is_closed:
+            follower.end_passes()  # others may wait for this rank's part
             return
         channel.wait()
 

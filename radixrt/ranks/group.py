@@ -5,6 +5,9 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,6 +21,7 @@ from layers.ranks import Ranks
 from layers.stages import WHOLE, Link, Stage, TokenReceiver, TokenSender
 
 _HOST = "127.0.0.1"
+ABORT_SECONDS = 10.0
 START_SECONDS = 1800  # that ranks wait for one another while they load
 
 
@@ -71,10 +75,19 @@ class RankGroup:
         return int(told.item())
 
     def abort(self) -> None:
-        """End what waits for ranks that have gone, from another thread."""
-        for group in self.groups:
-            if hasattr(group, "abort"):
-                group.abort()
+        """End what waits for ranks that have gone, from another thread. All groups at once: one that is aborted
+        waits for the device, and what runs there may wait for another group.
+        """
+        threads = [
+            threading.Thread(target=group.abort, name="radixrt-abort", daemon=True)
+            for group in self.groups
+            if hasattr(group, "abort")
+        ]
+        for thread in threads:
+            thread.start()
+        ends = time.monotonic() + ABORT_SECONDS
+        for thread in threads:
+            thread.join(max(0.0, ends - time.monotonic()))
 
 
 ALONE = RankGroup()
@@ -154,15 +167,17 @@ def _stage(group: Callable[[str, int, int], Any], index: int, place: int, count:
 
 
 def _connect(ranks: Ranks, stage: Stage, device: torch.device) -> None:
-    """Let connections be made, by the first sum and by what is sent first, before anybody waits for a kernel."""
+    """Let connections be made, by the first sum and by what is sent first, before passes wait for one another."""
     number = torch.zeros(1, device=device)
     ranks.summed(number)
-    if stage.before is not None:
-        stage.before.receive(number)
-    if stage.after is not None:
-        stage.after.send(number)
-    if stage.sender is not None:
-        stage.sender.send(number)
-    if stage.receiver is not None:
-        stage.receiver.take(stage.receiver.expect(number), number)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*unbatched P2P")  # each group is of two ranks, one way
+        if stage.before is not None:
+            stage.before.receive(number)
+        if stage.after is not None:
+            stage.after.send(number)
+        if stage.sender is not None:
+            stage.sender.send(number)
+        if stage.receiver is not None:
+            stage.receiver.take(stage.receiver.expect(number), number)
     torch.cuda.synchronize(device)

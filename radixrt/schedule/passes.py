@@ -111,8 +111,8 @@ class PassResult:
     logprobs: Logprobs | None = None  # of the sampled tokens whose request asked for them, in order
     prompt_logprobs: Logprobs | None = None  # of the P scored tokens
     # Device time, with gaps between kernels, without transfers between the tiers; None: not measured. A pass that
-    # was launched while the one before was computed begins when that ends, so that seconds add up. The wait for
-    # masks is within.
+    # was launched while the one before was computed begins when that ends, so that seconds add up. The waits
+    # for masks, and for the stage before, are within.
     seconds: float | None = None
     waited_for_masks: bool = False  # the device had the logits before the masks were there
     launch_seconds: float = 0.0  # host time of the launch, beside the device; 0 where launching computes the pass

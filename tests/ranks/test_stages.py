@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -14,12 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from radixrt.builtin import MODEL_PATH
 from radixrt.config import RuntimeConfig
 from radixrt.errors import DeviceLostError, ModelError, ParameterError
 from radixrt.execution.attention.planner import AttentionPlanner
 from radixrt.ranks.followers import Followers
-from radixrt.ranks.group import Shape
+from radixrt.ranks.group import RankGroup, Shape
 from radixrt.ranks.leading_runner import LeadingRunner
+from radixrt.ranks.rank import RankParts
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
 from radixrt.workers.channel import Channel, Message, encode
@@ -160,6 +163,39 @@ def test_an_odd_number_of_layers(name: str, tmp_path: Path) -> None:
     for folder, answers in zip(folders, found, strict=True):
         with on_ranks(1, model=folder, dtype="float32", **options) as alone:
             assert tokens_of(alone.generate(prompts, params)) == answers  # type: ignore[arg-type]
+
+
+def test_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales of KV are computed anew, after tokens that nobody has taken. What fails in the first rank then leaves
+    the others waiting for it: all end.
+    """
+    with staged(2, kv_dtype="fp8", max_running_requests=4) as runtime:
+        expected = answers_of(runtime, LINES, PARAMS)
+        for line in LINES * 5:
+            runtime.generate(line, SamplingParams(max_new_tokens=1))
+        runtime.update_weights(MODEL_PATH)
+        assert answers_of(runtime, LINES, PARAMS) == expected
+        own, reload = runtime.parts.model._rank, RankParts.reload  # type: ignore[attr-defined]
+
+        def fails(self: RankParts, source: Any, before_change: Any = lambda: None) -> None:
+            if self is not own:
+                return reload(self, source, before_change)
+            before_change()
+            raise ModelError("a file cannot be read")
+
+        monkeypatch.setattr(RankParts, "reload", fails)
+        with pytest.raises(DeviceLostError, match="a file cannot be read"):
+            runtime.update_weights(MODEL_PATH)
+        monkeypatch.undo()
+        followers_of(runtime).gives_up = True
+
+
+def test_all_groups_are_aborted_at_once() -> None:
+    """One may wait for what waits for another one."""
+    all_begun = threading.Barrier(3, timeout=2)
+    groups = [SimpleNamespace(abort=all_begun.wait) for _ in range(3)]
+    RankGroup(groups=(*groups, object())).abort()
+    assert not all_begun.broken
 
 
 def test_each_rank_holds_its_part(pipeline: Runtime) -> None:

@@ -64,6 +64,7 @@ class ThreadFollowers:
         self.parts: dict[int, RankParts] = {}
         self.digests: dict[int, set[int]] = {}
         self.num_told = [0] * size
+        self.gives_up = False  # whether threads that wait for a lost rank are left behind
         self._ends: list[Future[None]] = [Future() for _ in self._queues]
         for rank in range(1, size):
             threading.Thread(target=self._run, args=(rank,), daemon=True).start()
@@ -142,7 +143,7 @@ class ThreadFollowers:
     def close(self) -> None:
         for queue in self._queues:
             queue.put(None)
-        for end in self._ends:
+        for end in () if self.gives_up else self._ends:
             end.result(PATIENCE)
         os.close(self.kept_file)
 
