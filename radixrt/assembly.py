@@ -147,10 +147,11 @@ def _assembled(
     limits, kv_pool, host_pool, decoder = rank.limits, rank.kv_pool, rank.host_pool, rank.decoder
     defaults = generation_defaults(rank.folder) if config.generation_config == "auto" else SamplingParams()
     host, enabled = None if host_pool is None else host_pool.allocator, config.enable_prefix_cache
-    rows, runner = rank.rows, rank.runner if followers is None else LeadingRunner(rank.runner, followers)
-    if followers is not None and config.pipeline_parallel_size > 1 and decoder.placement.device.type != "cuda":
-        rows = ReqToTokenPool(rows.max_requests, rows.max_context_len)
-        runner = LeadingRunner(rank.runner, followers, rank.rows)
+    on_gpu = decoder.placement.device.type == "cuda"
+    rows, own_rows = rank.rows, None
+    if config.pipeline_parallel_size > 1 and not on_gpu:  # this rank computes later than is planned
+        rows, own_rows = ReqToTokenPool(rows.max_requests, rows.max_context_len), rows
+    runner = rank.runner if followers is None else LeadingRunner(rank.runner, followers, own_rows)
     cache = PrefixCache(
         rows, kv_pool.allocator, host_slots=host, enabled=enabled, force_miss=config.force_miss
     )
@@ -161,7 +162,6 @@ def _assembled(
     scheduler = Scheduler(
         cache, SchedulerConfig(running, chunk, limits.max_samples, SchedulePolicy(policy), num_lanes=lanes)
     )
-    frees_gpu = decoder.placement.device.type == "cuda"
     return Parts(
         config=config,
         limits=RunLimits(kv_pool.allocator.capacity, running, chunk),
@@ -178,7 +178,7 @@ def _assembled(
         output_of=partial(request_output, tokenizer=tokenizer),
         products=rank.products,
         start_up=rank.seconds,
-        free_device=_free_gpu if frees_gpu else lambda: None,
+        free_device=_free_gpu if on_gpu else lambda: None,
         close=(lambda: None) if followers is None else followers.close,
     )
 

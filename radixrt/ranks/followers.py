@@ -170,9 +170,9 @@ class Followers:
             raise DeviceLostError(self._lost)
 
     def why_lost(self, error: Exception) -> str:
-        """End all after a pass that has raised here: because one of them is lost, or by itself."""
+        """End all after what has raised here, such as a pass: because one of them is lost, or by itself."""
         self._wait_until(lambda: self._lost is not None, _REASON_SECONDS)
-        self._lose(f"a pass has failed on rank 0: {type(error).__name__}: {error}")
+        self._lose(f"rank 0 of {self._size} has failed: {type(error).__name__}: {error}")
         assert self._lost is not None
         return self._lost
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import stat
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,7 @@ from radixrt.cli import main
 
 pytest.importorskip("fastapi", reason="fastapi is not installed: pip install 'radixrt[server]'")
 
-from radixrt.server.run import listening_socket
+from radixrt.server.run import Listener, listening_socket
 from tests.support.serving import Served
 
 
@@ -52,6 +53,20 @@ def test_what_cannot_be_served(
     Path("empty").write_text("# none yet\n")
     assert main(["serve", "--port", "0", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_threads_are_switched_soon_while_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or each pass would wait 5 ms for the event loop."""
+    intervals, before = [], sys.getswitchinterval()
+
+    def run(self: Listener, sockets: object) -> None:
+        intervals.append(sys.getswitchinterval())
+        self.signal = signal.SIGTERM
+
+    monkeypatch.setattr(Listener, "run", run)
+    assert main(["serve", "--port", "0", "--device", "cpu"]) == 128 + signal.SIGTERM
+    assert intervals == [pytest.approx(5e-4)]
+    assert sys.getswitchinterval() == before
 
 
 def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:

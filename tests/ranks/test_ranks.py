@@ -18,9 +18,10 @@ from radixrt.builtin import MODEL_PATH
 from radixrt.errors import DeviceLostError, ModelError, ParameterError
 from radixrt.models import loader
 from radixrt.output import RequestOutput
-from radixrt.ranks import followers, leading_runner
+from radixrt.ranks import follower, followers, group, leading_runner, rank
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
+from radixrt.workers.channel import Message
 
 LINES = [f"Mira likes Oslo.\nQ: {what}?\nA:" for what in ("Mira likes", "Who likes Oslo", "What is Oslo")]
 PARAMS = [
@@ -123,6 +124,22 @@ def test_other_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(leading_runner, "digest_of", lambda runner: -1)
         with pytest.raises(DeviceLostError, match="another pass"):
             both.generate(LINES * 20, SamplingParams(max_new_tokens=200, ignore_eos=True))
+
+
+def test_a_rank_that_is_left_ends_its_passes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may wait for its part, though nobody asks for what it draws."""
+    parts, channel = Mock(), Mock(is_closed=True)
+    parts.decoder.stage = WHOLE
+    channel.receive.return_value = [Message({}), Message({})]
+    monkeypatch.setattr(group, "store_at", Mock())
+    monkeypatch.setattr(group, "joined", Mock())
+    monkeypatch.setattr(rank, "folder_of", Mock())
+    monkeypatch.setattr(rank, "assemble_rank", Mock(return_value=parts))
+    passes = iter(("first", "second"))
+    monkeypatch.setattr(follower.Follower, "handle", lambda self, message: self._in_flight.append(next(passes)))
+    config = {"device": "cpu", "tensor_parallel_size": 2}
+    follower.follow(channel, {"config": config, "rank": 1, "port": 0, "kept_file": -1})
+    assert [call.args for call in parts.runner.collect.call_args_list] == [("first",), ("second",)]
 
 
 def test_a_runtime_that_is_dropped_ends_its_ranks() -> None:
