@@ -3,16 +3,20 @@
 python scripts/bench_serving.py --config llama-3.1-8b --workload system_prompt
 python scripts/bench_serving.py --pass-ms 16
 
-Random weights, or a device that only takes its time, so much a pass, while all else is real. The capacity is the
-list's requests over the time of `generate`. Clients are processes of their own; each request is a stream on a
-connection of its own.
+Random weights, and a vocabulary in which each token spells a word; or a device that only takes its time, so much
+a pass, while all else is real. The capacity is the list's requests over the time of `generate`. Clients are
+processes of their own; each request is a stream on a connection of its own.
+
+Rates and times are those of the steady state: from the arrival of a third of the requests, by when as many run as
+will, to that of the last one. The end, in which a few long answers run alone, is left out. A server keeps up if as
+many tokens come in that time as requests that arrive in it ask for; where it does not, requests pile up. The list
+must take several times as long as an answer: of too few requests nothing is steady.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,6 +32,8 @@ from typing import Any
 
 import numpy as np
 from rich.table import Table
+from tokenizers import Tokenizer as WordTokenizer
+from tokenizers import decoders, models
 
 from radixrt.arrays import Int32Array
 from radixrt.bench.catalogue import SHAPES, write_shape
@@ -45,13 +51,23 @@ from scripts.bench_form_host import Flight, SlowDevice
 from scripts.bench_host import host_runtime
 
 LISTS = ("unshared", "fewshot", "docqa", "system_prompt")
-SIZES: dict[str, dict[str, Any]] = {  # with --small
-    "unshared": {"requests": 24, "prompt_len": (50, 150), "new_tokens": (8, 32)},
-    "fewshot": {"subjects": 6, "questions": 8, "examples_len": (100, 200), "new_tokens": 8},
-    "docqa": {"documents": 3, "document_len": 256, "questions": 8, "new_tokens": 16},
-    "system_prompt": {"requests": 24, "system_len": 256, "new_tokens": (8, 32)},
+SMALL: dict[str, dict[str, Any]] = {  # sizes with --small
+    "unshared": {"prompt_len": (50, 150), "new_tokens": (8, 32)},
+    "fewshot": {"examples_len": (100, 200)},
+    "docqa": {"document_len": 256, "new_tokens": 16},
+    "system_prompt": {"system_len": 256, "new_tokens": (8, 32)},
 }
+GROWING = {  # what a list has more of with more requests, and how many of these each is
+    "unshared": ("requests", 1),
+    "fewshot": ("questions", 57),
+    "docqa": ("documents", 64),
+    "system_prompt": ("requests", 1),
+}
+REQUESTS, FEW_REQUESTS = 2048, 48  # the second with --small
 STREAMED = {"ignore_eos": True, "stream": True}
+WARM_UP = 1 / 3  # of the requests arrive before the steady state
+FEWEST = 10  # requests of a list
+GOAL = 0.95  # of what is offered
 
 # Of the device that only takes its time.
 LAUNCHES = {"launch forward": 0.0005, "launch draw": 0.0, "draw": 0.0}  # seconds; the first two are the host's
@@ -61,13 +77,19 @@ RELEASES = 10  # of the interpreter's lock in a launch
 
 @dataclass(frozen=True)
 class Told:
-    """What a client saw of a request, in seconds from the begin of the run: when it was sent, and when events
-    came, those that came together once; and how many these were.
+    """What a client saw of a request for `num_tokens`, in seconds from the begin of the run: when it was sent,
+    when events came, and how many came at each of these times.
     """
 
+    num_tokens: int
     sent: float
     times: list[float]
-    num_events: int
+    counts: list[int]
+
+    def tokens_in(self, begin: float, end: float) -> float:
+        """How many of its tokens came from `begin` to `end`, if each event has as many as the others."""
+        counts = zip(self.times, self.counts, strict=True)
+        return self.num_tokens * sum(n for at, n in counts if begin < at <= end) / sum(self.counts)
 
 
 @dataclass(frozen=True)
@@ -77,6 +99,21 @@ class Run:
     told: list[Told]
     loop_seconds: float
     other_seconds: float
+
+    @property
+    def steady(self) -> tuple[float, float]:
+        """Seconds from when until when a run is in its steady state."""
+        arrivals = sorted(one.sent for one in self.told)
+        return arrivals[int(WARM_UP * len(arrivals))], arrivals[-1]
+
+
+def prompts_of(name: str, count: int | None, *, small: bool) -> list[lists.WorkloadPrompt]:
+    """So many requests of a list, or as many as there are by default."""
+    if count is None:
+        count = FEW_REQUESTS if small else REQUESTS
+    grown, each = GROWING[name]
+    sizes = {**SMALL[name], "vocab_size": 1000} if small else {}
+    return getattr(lists, name)(**sizes, **{grown: -(-count // each)})[:count]  # type: ignore[no-any-return]
 
 
 # --- the server ---
@@ -103,11 +140,20 @@ def runtime_of(given: argparse.Namespace) -> Iterator[Runtime]:
             runtime, _ = host_runtime(512, 4096, device, load_tokenizer(MODEL_PATH))
         else:
             write_shape(given.config, Path(folder))
-            for file in MODEL_PATH.glob("tokenizer*"):  # streams need one
-                shutil.copy(file, folder)
+            write_words(Path(folder), SHAPES[given.config]["vocab_size"])
             runtime = Runtime(folder, load_format="dummy", device=given.device)
         with runtime:
             yield runtime
+
+
+def write_words(folder: Path, vocab_size: int) -> None:
+    """Write a tokenizer in which each id spells text at once: characters of ASCII, then words after a blank."""
+    spelled = [chr(i) for i in range(ord("!"), ord("~") + 1)]
+    spelled += [f"Ġ{i:x}" for i in range(vocab_size - len(spelled))]  # the first letter is a blank's spelling
+    tokenizer = WordTokenizer(models.BPE({one: i for i, one in enumerate(spelled)}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
 
 
 @contextmanager
@@ -145,7 +191,8 @@ def measured(
 ) -> Run:
     """The list, served: requests in its order, arriving at so many a second in the mean."""
     runtime.flush_cache()
-    times = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, len(prompts))).tolist()
+    gaps = np.random.default_rng(seed).exponential(size=len(prompts))
+    times = (np.cumsum(gaps) / (rate * gaps.mean())).tolist()  # the last one is where the rate has it
     bodies = [
         {"model": "any", "prompt": one.prompt_ids.tolist(), "max_tokens": one.max_new_tokens, **STREAMED}
         for one in prompts
@@ -174,6 +221,7 @@ class Clients:
         command = [sys.executable, str(Path(__file__).with_name("serving_clients.py"))]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         print(json.dumps(given), file=self._process.stdin, flush=True)
+        self._num_tokens = [body["max_tokens"] for body in given["bodies"]]
 
     def __enter__(self) -> Clients:
         return self
@@ -188,27 +236,31 @@ class Clients:
 
     def told(self, start: float) -> list[Told]:
         """What became of the requests, if all begins at `start`."""
-        asked, _ = self._process.communicate(f"{start}\n")
+        answered, _ = self._process.communicate(f"{start}\n")
         if self._process.returncode:
             raise SystemExit("the clients have failed")
         return [
-            Told(sent - start, [at - start for at in times], count) for sent, times, count in json.loads(asked)
+            Told(num_tokens, sent - start, [at - start for at in times], counts)
+            for num_tokens, (sent, times, counts) in zip(self._num_tokens, json.loads(answered), strict=True)
         ]
 
 
-def row(run: Run, num_tokens: int, whole: float) -> list[str]:
-    """Figures of a run, beside `generate`'s seconds."""
-    told = run.told
-    arrived, ended = max(one.sent for one in told), max(one.times[-1] for one in told)
-    first = [one.times[0] - one.sent for one in told]
-    between = [later - earlier for one in told for earlier, later in pairwise(one.times)]
+def row(run: Run) -> list[str]:
+    """Figures of a run."""
+    told, (begin, end) = run.told, run.steady
+    arrived = [one for one in told if begin < one.sent <= end]
+    offered, came = sum(one.num_tokens for one in arrived), sum(one.tokens_in(begin, end) for one in told)
+    first = [one.times[0] - one.sent for one in arrived]
+    between = [later - earlier for one in told for earlier, later in pairwise(one.times) if begin < later <= end]
+    num_tokens = sum(one.num_tokens for one in told)
     return [
-        f"{len(told) / arrived:.1f}",
-        f"{num_tokens / ended:,.0f}",
-        f"{ended / max(whole, arrived):.3f}",
+        f"{len(arrived) / (end - begin):.1f}",
+        f"{came / (end - begin):,.0f}",
+        f"{came / offered:.3f}",
+        "yes" if came >= GOAL * offered else "no",
         *(f"{1e3 * np.percentile(first, q):.1f}" for q in (50, 99)),
         *(f"{1e3 * np.percentile(between or [0.0], q):.1f}" for q in (50, 99)),
-        f"{num_tokens / sum(one.num_events for one in told):.2f}",
+        f"{num_tokens / sum(sum(one.counts) for one in told):.2f}",
         *(f"{1e6 * seconds / num_tokens:.1f}" for seconds in (run.loop_seconds, run.other_seconds)),
     ]
 
@@ -220,8 +272,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--load", type=float, action="append", metavar="SHARE", help="of the capacity; repeatable (0.5 0.8 0.95)"
     )
+    parser.add_argument(
+        "--requests", type=int, metavar="N", help=f"of a list ({REQUESTS:,}; small: {FEW_REQUESTS})"
+    )
     parser.add_argument("--clients", type=int, default=4, metavar="N", help="processes that ask (4)")
-    parser.add_argument("--small", action="store_true", help="small lists, for a laptop")
+    parser.add_argument("--small", action="store_true", help="short prompts and answers, for a laptop")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the arrivals (0)")
     parser.add_argument("--device", help="such as cpu or cuda:1")
     parser.add_argument(
@@ -230,26 +285,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = parser.parse_args(argv)
     if any(not 0 < load <= 1 for load in given.load or ()):
         parser.error("--load is above 0, and 1 at most")
+    if given.requests is not None and given.requests < FEWEST:
+        parser.error(f"--requests is {FEWEST} at least")
     table = Table(
         title="A server beside generate",
-        caption="x: the time to the end of the last answer, over that of generate or, if longer, of the arrivals; "
-        "loop, rest: CPU time of the event loop and of all other threads, a token",
+        caption="came: tokens that came over those that were asked for, from the arrival of a third of the "
+        f"requests to that of the last; met: these are {GOAL} at least; first: time to the first event, "
+        "between: to the next; loop, rest: CPU time of the event loop and of all other threads, a token",
     )
-    served_as = "load", "requests/s", "tokens/s", "x", "first, ms", "99 %", "between, ms", "99 %"
+    served_as = "load", "requests/s", "tokens/s", "came", "met", "first, ms", "99 %", "between, ms", "99 %"
     for column in ("workload", *served_as, "tokens an event", "loop, µs", "rest, µs"):
         table.add_column(column, justify="right")
     with runtime_of(given) as runtime:
         for name in given.workload or ("system_prompt",):
-            sizes = {**SIZES[name], "vocab_size": 1000} if given.small else {}
-            prompts = getattr(lists, name)(**sizes)
+            prompts = prompts_of(name, given.requests, small=given.small)
             num_tokens = sum(one.max_new_tokens for one in prompts)
-            generated(runtime, prompts)  # it warms up
+            generated(runtime, prompts[: len(prompts) // 4])  # it warms up
             whole, cpu = generated(runtime, prompts)
             rates = f"{len(prompts) / whole:.1f}", f"{num_tokens / whole:,.0f}"
-            table.add_row(name, "generate", *rates, *[""] * 7, f"{1e6 * cpu / num_tokens:.1f}")
+            table.add_row(name, "generate", *rates, *[""] * 8, f"{1e6 * cpu / num_tokens:.1f}")
             for load in given.load or (0.5, 0.8, 0.95):
                 run = measured(runtime, prompts, load * len(prompts) / whole, given.seed, given.clients)
-                table.add_row(name, f"{load:.2f}", *row(run, num_tokens, whole))
+                table.add_row(name, f"{load:.2f}", *row(run))
     wide_console(160).print(table)
 
 

@@ -21,13 +21,13 @@ class Stream(asyncio.Protocol):
     Attributes:
         ended: is set once the server has closed the connection.
         times: when events came; those that come together have one.
-        num_events: how many came, with the one that says that all have.
+        counts: how many came at each of them.
     """
 
     request: bytes
     ended: asyncio.Future[None]
     times: list[float] = field(default_factory=list)
-    num_events: int = 0
+    counts: list[int] = field(default_factory=list)
     head: bytes = b""
     tail: bytes = b""
 
@@ -42,7 +42,7 @@ class Stream(asyncio.Protocol):
         count = (self.tail[-1:] + data).count(b"\n\n")
         if count:
             self.times.append(now)
-            self.num_events += count
+            self.counts.append(count)
         self.tail = (self.tail + data)[-32:]
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -54,30 +54,39 @@ class Stream(asyncio.Protocol):
             self.ended.set_result(None)
 
 
-async def ask(given: dict[str, Any], body: dict[str, Any], at: float) -> tuple[float, list[float], int]:
-    """When a request was sent and its events came, in seconds of the clock, and how many these were."""
-    host, port, path = given["host"], given["port"], given["path"]
+def request_of(given: dict[str, Any], body: dict[str, Any]) -> bytes:
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(content)}\r\nConnection: close\r\n\r\n"
+    head = f"POST {given['path']} HTTP/1.1\r\nHost: {given['host']}\r\nContent-Length: {len(content)}\r\n"
+    return head.encode() + b"Connection: close\r\n\r\n" + content
+
+
+async def ask(address: tuple[str, int], request: bytes, at: float) -> tuple[float, list[float], list[int]]:
+    """When a request was sent and its events came, in seconds of the clock, and how many came at once. The last
+    event, which says that all have come, is not counted.
+    """
     loop = asyncio.get_running_loop()
-    stream = Stream(head.encode() + content, loop.create_future())
+    stream = Stream(request, loop.create_future())
     await asyncio.sleep(at - time.perf_counter())
     sent = time.perf_counter()
-    await loop.create_connection(lambda: stream, host, port)
+    await loop.create_connection(lambda: stream, *address)
     await stream.ended
-    return sent, stream.times, stream.num_events - 1
+    return sent, stream.times, [*stream.counts[:-1], stream.counts[-1] - 1]
 
 
-async def ask_all(given: dict[str, Any], start: float) -> list[tuple[float, list[float], int]]:
-    due = zip(given["bodies"], given["times"], strict=True)
-    return await asyncio.gather(*(ask(given, body, start + at) for body, at in due))
+async def ask_all(
+    address: tuple[str, int], requests: list[bytes], times: list[float]
+) -> list[tuple[float, list[float], list[int]]]:
+    due = zip(requests, times, strict=True)
+    return await asyncio.gather(*(ask(address, request, at) for request, at in due))
 
 
 def main() -> None:
     given = json.loads(sys.stdin.readline())
+    requests = [request_of(given, body) for body in given["bodies"]]
     print("ready", flush=True)
     start = float(sys.stdin.readline())
-    json.dump(asyncio.run(ask_all(given, start)), sys.stdout)
+    times = [start + at for at in given["times"]]
+    json.dump(asyncio.run(ask_all((given["host"], given["port"]), requests, times)), sys.stdout)
 
 
 if __name__ == "__main__":

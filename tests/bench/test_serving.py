@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
+from pathlib import Path
 
 import pytest
+
+from radixrt.text.builder import Detokenizer
+from radixrt.text.tokenizer import load_tokenizer
 
 pytest.importorskip("fastapi", reason="fastapi is not installed: pip install 'radixrt[server]'")
 
@@ -23,6 +27,25 @@ def test_all_requests_are_answered(runs_on: list[str], capsys: pytest.CaptureFix
     assert 0 < float(served[1]) < float(generated[1])
 
 
+@pytest.mark.parametrize("name", bench_serving.LISTS)
+@pytest.mark.parametrize("count", [None, 30])
+def test_lists_have_as_many_requests_as_are_asked_for(name: str, count: int | None) -> None:
+    assert len(bench_serving.prompts_of(name, count, small=True)) == (count or bench_serving.FEW_REQUESTS)
+
+
+def test_few_requests_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench_serving.main(["--requests", "9"])
+    assert "--requests is 10 at least" in capsys.readouterr().err
+
+
+def test_each_id_spells_something_at_once(tmp_path: Path) -> None:
+    bench_serving.write_words(tmp_path, 300)
+    detokenizer = Detokenizer(tokenizer := load_tokenizer(tmp_path))
+    assert tokenizer.vocab_size == 300
+    assert all(detokenizer.push(i).strip() for i in range(300))
+
+
 @pytest.mark.parametrize("load", ["0", "1.5"])
 def test_loads_have_bounds(load: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
@@ -30,10 +53,20 @@ def test_loads_have_bounds(load: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert "--load is above 0, and 1 at most" in capsys.readouterr().err
 
 
-def test_figures() -> None:
-    told = [bench_serving.Told(0.0, [0.1, 0.3], 3), bench_serving.Told(1.0, [1.5], 2)]
-    figures = bench_serving.row(bench_serving.Run(told, 6e-4, 3e-4), 30, 1.0)
-    assert figures == ["2.0", "20", "1.500", "300.0", "496.0", "200.0", "200.0", "6.00", "20.0", "10.0"]
+def test_figures_are_those_of_the_steady_state() -> None:
+    early = [bench_serving.Told(60, 0.0, [9.0], [3]), bench_serving.Told(60, 0.5, [1.0, 2.0, 5.0], [1, 1, 1])]
+    late = [bench_serving.Told(20, 2.0, [2.5, 3.0], [1, 1]), bench_serving.Told(20, 3.0, [3.5], [1])]
+    run = bench_serving.Run([*late, *early], 16e-4, 8e-4)
+    assert run.steady == (0.5, 3.0)
+    # Two requests for 20 tokens arrive in 2.5 s, and there come two events of 20 tokens, and two of 10.
+    steady = ["0.8", "24", "1.500", "yes", "500.0", "500.0", "750.0", "995.0"]
+    assert bench_serving.row(run) == [*steady, "17.78", "10.0", "5.0"]
+
+
+def test_a_server_that_does_not_keep_up_is_told() -> None:
+    told = [bench_serving.Told(10, float(i), [0.9 + i * 1.1, 1.0 + i * 1.1], [1, 1]) for i in range(100)]
+    came, met = bench_serving.row(bench_serving.Run(told, 0.0, 0.0))[2:4]
+    assert (0.89 < float(came) < 0.93, met) == (True, "no")
 
 
 def told_by(*pieces: bytes) -> serving_clients.Stream:
@@ -53,7 +86,8 @@ def test_events_are_counted_wherever_they_are_cut() -> None:
     whole += b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
     for place in range(len(whole)):
         stream = told_by(whole[:place], whole[place:])
-        assert (stream.num_events, len(stream.times)) in ((4, 1), (4, 2))
+        assert (sum(stream.counts), len(stream.counts)) in ((4, 1), (4, 2))
+        assert len(stream.times) == len(stream.counts)
 
 
 @pytest.mark.parametrize(("status", "event"), [(b"500 No", b"[DONE]"), (b"200 OK", b"1")])
