@@ -107,7 +107,7 @@ def add_serve_command(commands: Any) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    for package in ("fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client", "python_multipart"):
+    for package in ("starlette", "uvicorn", "uvloop", "httptools", "prometheus_client", "python_multipart"):
         if importlib.util.find_spec(package) is None:
             raise ParameterError(f"a server needs packages that are not installed: {INSTALL}")
     from radixrt.parsers.choosing import chosen

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request
+from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.responses import Response
 
 from radixrt.checks import check_kind
@@ -22,6 +23,7 @@ from radixrt.server.body import object_in, read_body
 from radixrt.server.limits import Limits
 from radixrt.server.refusal import Refusal, refusal_of
 from radixrt.server.responses import JsonResponse, failed, refused
+from radixrt.server.route import route_of
 
 Action = Callable[[dict[str, Any]], dict[str, object]]
 
@@ -34,15 +36,13 @@ class Admin:
         self._runtime, self._places = runtime, [*places]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="radixrt-admin")
 
-    def app(self) -> FastAPI:
+    def app(self) -> Starlette:
         """As an ASGI server runs it."""
-        app = FastAPI(title="radixrt admin", docs_url=None, redoc_url=None, openapi_url=None)
-        for path, action in (("/flush", self._flush), ("/save", self._save)):
-            app.add_api_route(path, self._guarded(action), methods=["POST"])
-        app.add_exception_handler(404, _unknown)
-        app.add_exception_handler(405, _unknown)
-        app.add_exception_handler(Exception, failed)
-        return app
+        routes = [
+            route_of("POST", path, self._guarded(action))
+            for path, action in (("/flush", self._flush), ("/save", self._save))
+        ]
+        return Starlette(routes=routes, exception_handlers={404: _unknown, 405: _unknown, Exception: failed})
 
     def _guarded(self, action: Action) -> Callable[[Request], Awaitable[Response]]:
         async def answered(request: Request) -> Response:

@@ -12,7 +12,8 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from fastapi import FastAPI, Request
+from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.responses import Response
 
 from radixrt.checks import check_kind, check_prompt, short
@@ -41,12 +42,12 @@ from radixrt.server.pending import Pending
 from radixrt.server.recent import Recent
 from radixrt.server.refusal import Refusal, refusal_of
 from radixrt.server.responses import JsonResponse, failed, json_bytes, refused
+from radixrt.server.route import route_of
 from radixrt.server.scoring import read_scores, scores_body, usage_of
 from radixrt.server.sglang import GENERATE, Generating, read_generate
 from radixrt.server.state import States
 from radixrt.server.tenants import Tenants
 from radixrt.text.tokenizer import Tokenizer
-from radixrt.version import __version__
 
 T = TypeVar("T")
 A = TypeVar("A", bound="WantsAnswers")
@@ -124,9 +125,9 @@ class Server:
         if batches is not None:
             batches.start(self._parsers, self._begin_work)
 
-    def app(self) -> FastAPI:
+    def app(self) -> Starlette:
         """As an ASGI server runs it."""
-        app = FastAPI(title="radixrt", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+        routes = [route_of("GET", "/health", self._health), route_of("GET", "/", self._shown)]
         for method, path, endpoint in (
             ("POST", CHAT, self._chat),
             ("POST", COMPLETIONS, self._completions),
@@ -140,12 +141,8 @@ class Server:
             ("GET", "/state", self._state),
             *self._kept(),
         ):
-            app.add_api_route(path, self._guarded(path, endpoint), methods=[method])
-        app.add_api_route("/health", self._health, methods=["GET"])
-        app.add_api_route("/", self._shown, methods=["GET"])
-        app.add_exception_handler(404, _unknown)
-        app.add_exception_handler(405, _unknown)
-        app.add_exception_handler(Exception, failed)
+            routes.append(route_of(method, path, self._guarded(path, endpoint)))
+        app = Starlette(routes=routes, exception_handlers={404: _unknown, 405: _unknown, Exception: failed})
         if self._hosts is not None:
             app.add_middleware(KnownHosts, names=self._hosts)
         return app
@@ -323,7 +320,7 @@ class Server:
             raise ParameterError("the model has no tokenizer")
         return self.runtime.tokenizer
 
-    async def _health(self) -> Response:
+    async def _health(self, request: Request) -> Response:
         """200 while passes advance, or nothing is to do; 503 otherwise, and while the server drains."""
         status = self._status()
         return JsonResponse({"status": status}, 200 if status == "ok" else 503)
@@ -339,7 +336,7 @@ class Server:
             return str(error)
         return f"no pass for {stalled:.0f} s" if stalled > self.limits.stalled_seconds else "ok"
 
-    async def _shown(self) -> Response:
+    async def _shown(self, request: Request) -> Response:
         """The page, which needs no key: it asks for one, and for `/state` with it."""
         return page()
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from uvicorn.config import Config
 
 from radixrt.engine.signals import handled_by
@@ -129,7 +129,7 @@ class Listener(_Unsignalled):
             connection.transport.abort()
 
 
-def _config(app: FastAPI, limits: Limits, end_seconds: int) -> Config:
+def _config(app: Starlette, limits: Limits, end_seconds: int) -> Config:
     return Config(
         app,
         log_level="warning",

@@ -11,7 +11,7 @@ import pytest
 from radixrt.text.builder import Detokenizer
 from radixrt.text.tokenizer import load_tokenizer
 
-pytest.importorskip("fastapi", reason="fastapi is not installed: pip install 'radixrt[server]'")
+pytest.importorskip("starlette", reason="starlette is not installed: pip install 'radixrt[server]'")
 
 from scripts import bench_serving, serving_clients
 

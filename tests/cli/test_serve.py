@@ -15,7 +15,7 @@ import pytest
 
 from radixrt.cli import main
 
-pytest.importorskip("fastapi", reason="fastapi is not installed: pip install 'radixrt[server]'")
+pytest.importorskip("starlette", reason="starlette is not installed: pip install 'radixrt[server]'")
 
 from radixrt.server.run import Listener, listening_socket
 from tests.support.serving import Served

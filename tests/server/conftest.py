@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-pytest.importorskip("fastapi", reason="fastapi is not installed: pip install 'radixrt[server]'")
+pytest.importorskip("starlette", reason="starlette is not installed: pip install 'radixrt[server]'")
 
 from radixrt.builtin import MODEL_PATH
 from radixrt.runtime import Runtime

@@ -7,7 +7,7 @@ import json
 from itertools import pairwise
 
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from radixrt.runtime import Runtime
@@ -27,7 +27,7 @@ class Watched(Server):
         super().__init__(runtime, "built-in")
         self.passes: list[list[int]] = []
 
-    def app(self) -> FastAPI:
+    def app(self) -> Starlette:
         app = super().app()
         app.add_middleware(self._watch)
         return app

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from fastapi import Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from radixrt.checks import check_kind, kind, short

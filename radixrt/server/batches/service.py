@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from types import TracebackType
 from typing import Any
 
-from fastapi import Request
+from starlette.requests import Request
 
 from radixrt.engine.signals import DRAIN_SECONDS
 from radixrt.parsers.choosing import Parsers

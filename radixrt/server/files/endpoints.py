@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from fastapi import Request
+from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from radixrt.checks import short
