@@ -34,6 +34,7 @@ from radixrt.frontend.request_builder import (
     OnError,
     Params,
     Prompt,
+    are_built_soon,
     as_list,
     is_token_ids,
     listed_prompts,
@@ -313,11 +314,14 @@ class Runtime:
         tenant: str | None = None,
     ) -> AsyncIterator[LiveStream]:
         """`async_stream_all` for a server of many streams: it takes chunks from a `LiveStream`, also by a function
-        that is called with each pass. Leaving the context ends what has not ended.
+        that is called with each pass. Leaving the context ends what has not ended. Requests for few token ids are
+        made in the loop's thread: to hand them to another one would take longer.
         """
-        built = self._listed(prompts, sampling_params, tenant)
+        listed, _ = listed_prompts(prompts)
+        built = self._listed(listed, sampling_params, tenant)
         with self._driver.opened(StreamCall(1, self.tokenizer), by_task=True) as call:
-            self._driver.submit(await self._in_thread(built), call)
+            soon = are_built_soon(listed, sampling_params)
+            self._driver.submit(built() if soon else await self._in_thread(built), call)
             yield LiveStream(self._driver, call)
 
     def _listed(

@@ -45,6 +45,7 @@ _Terms = tuple[frozenset[int], tuple[tuple[int, ...], ...]]  # stop ids and bad 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")  # of a prompt as a dict, which vLLM takes
 MAX_NAMED = 8  # bad prompts that one error spells out
 _MAX_REMEMBERED = 64  # parameters
+_FEW_PROMPTS, _FEW_IDS = 4, 8192  # which take half a millisecond
 _MAX_PRIORITY = 2**31 - 1
 _ID_BITS = 52  # of a Runtime's first id: hard to guess, and exact in every JSON reader
 
@@ -434,6 +435,20 @@ def is_token_ids(prompt: object) -> TypeGuard[Sequence[int] | NDArray[np.integer
     if isinstance(prompt, (str, bytes, bytearray)) or not isinstance(prompt, Sequence) or not prompt:
         return False
     return all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in set(map(type, prompt)))
+
+
+def are_built_soon(prompts: Sequence[Prompt], params: object) -> bool:
+    """Whether requests for these prompts are made sooner than they could be handed to another thread: few token
+    ids, and nothing to encode or to compile.
+    """
+    return (
+        len(prompts) <= _FEW_PROMPTS
+        and all(isinstance(one, list) and bool(one) and isinstance(one[0], int) for one in prompts)
+        and sum(map(len, cast("Sequence[list[int]]", prompts))) <= _FEW_IDS
+        and isinstance(params, SamplingParams)
+        and params.form is None
+        and not params.bad_words
+    )
 
 
 @lru_cache(maxsize=64)

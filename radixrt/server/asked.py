@@ -4,13 +4,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from radixrt.checks import short
 from radixrt.errors import ParameterError, PromptError
 from radixrt.frontend.openai import CHAT, COMPLETIONS, as_json, asked_model, asked_prompt, sampling_values
-from radixrt.frontend.sampling_aliases import sampling_params_from_dict
+from radixrt.frontend.sampling_aliases import known_parameters, sampling_params_from_dict
 from radixrt.parsers.choosing import Parsers
 from radixrt.sampling_params import SamplingParams
 from radixrt.server.limits import Limits
@@ -19,6 +20,10 @@ from radixrt.text.chat import Chat
 from radixrt.text.tokenizer import Tokenizer
 
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")  # the second is vLLM's
+_SLOW = {
+    *("messages", "sampling_params"),  # the second may hold a pattern
+    *(name for name, field in known_parameters().items() if field == "stop_regex"),
+}
 _MAX_ECHOED = 5  # log-probabilities at each token of a prompt, which may be long: OpenAI's bound
 
 
@@ -77,6 +82,11 @@ def read_asked(
     if isinstance(prompts[0], Chat):
         reading, params = reading_of(given, prompts[0], params, parsers, tokenizer)
     return Asked(url, model_of(rest, limits), prompts, params, reading, is_echoed, *streaming)
+
+
+def is_read_soon(given: Mapping[str, Any]) -> bool:
+    """Whether to read a small body takes little time: chats may be rendered, and patterns are compiled."""
+    return given.keys().isdisjoint(_SLOW)
 
 
 def _streaming(given: dict[str, Any]) -> tuple[bool, bool, bool]:

@@ -6,14 +6,16 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
 
-from radixrt import DeviceLostError, RadixrtError, RunLimits, Runtime
+from radixrt import DeviceLostError, PromptError, RadixrtError, RunLimits, Runtime
 from radixrt import SamplingParams as Params
 from radixrt.bench.streams import letters
 from radixrt.engine.live_stream import LiveStream
+from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.output import StreamChunk
 from radixrt.planning.simulated import ConstantRunner, simulated_parts
 from radixrt.schedule.passes import PassResult
@@ -264,3 +266,34 @@ def test_what_has_ended_is_taken_although_the_device_is_lost() -> None:
     sizes, lost = run(everything())
     assert isinstance(lost, DeviceLostError)
     assert sizes == [3]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "is_soon"),
+    [
+        ([[5], [6]], PARAMS, True),
+        (["a text"], PARAMS, False),
+        ([[5] * 8193], PARAMS, False),
+        ([[5]] * 5, PARAMS, False),
+        ([[5]], replace(PARAMS, bad_words=("never",)), False),
+        ([[5]], replace(PARAMS, regex="a+"), False),
+        ([[5]], {"max_new_tokens": 3}, False),
+    ],
+)
+def test_requests_that_may_take_time_are_made_in_another_thread(
+    prompts: list[Any], params: Any, is_soon: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+
+    def noted(self: RequestBuilder, *_: Any, **__: Any) -> Any:
+        threads.append(threading.get_ident())
+        raise PromptError("noted")
+
+    async def begun() -> None:
+        async with runtime.live_stream(prompts, params):
+            pass
+
+    monkeypatch.setattr(RequestBuilder, "build_all", noted)
+    with streaming() as runtime, pytest.raises(PromptError, match="noted"):
+        run(begun())
+    assert [thread == threading.get_ident() for thread in threads] == [is_soon]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ import openai
 import pydantic
 import pytest
 
+from radixrt.errors import ParameterError
 from radixrt.frontend.openai import CHAT, COMPLETIONS, chunk_body
 from radixrt.runtime import Runtime
 from radixrt.server.app import Server
@@ -254,3 +256,28 @@ def test_a_stream_under_another_server_of_asgi(runtime: Runtime) -> None:
     *events, done, end = asyncio.run(asked()).split("\n\n")
     assert (done, end) == ("data: [DONE]", "")
     assert "".join(json.loads(event[6:])["choices"][0]["text"] for event in events).strip().startswith("Oslo")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "is_soon"),
+    [
+        (COMPLETIONS, {"prompt": [5] * 100}, True),
+        (COMPLETIONS, {"prompt": "a" * 2**15}, False),
+        (COMPLETIONS, {"prompt": [5], "stop_regex": "a+"}, False),
+        (CHAT, {"messages": [{"role": "user", "content": "Who?"}]}, False),
+        ("/generate", {"input_ids": [5], "sampling_params": {"stop_regex": "a+"}}, False),
+    ],
+)
+def test_bodies_that_may_take_time_are_read_beside_the_loop(
+    serving: Serving, path: str, body: dict[str, Any], is_soon: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    def noted(*_: Any, **__: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        raise ParameterError("noted")
+
+    for name in ("read_asked", "read_generate"):
+        monkeypatch.setattr(f"radixrt.server.app.{name}", noted)
+    assert "noted" in httpx.post(serving() + path, json=body).text
+    assert [not name.startswith("radixrt-server") for name in threads] == [is_soon]
