@@ -276,7 +276,8 @@ def test_bodies_that_take_long_to_read_do_not_delay_streams(
             events = response.iter_lines()
             next(events)
             for _ in range(40):
-                threads.submit(httpx.post, f"{url}/tokenize", content=b'{"prompt": "slow"}', timeout=60)
+                long = b'{"prompt": "slow"}' + b" " * 2**15  # a short one is read at once
+                threads.submit(httpx.post, f"{url}/tokenize", content=long, timeout=60)
             assert list(events)[-2:] == ["data: [DONE]", ""]
         finally:
             goes_on.set()
