@@ -315,7 +315,7 @@ class Runtime:
     ) -> AsyncIterator[LiveStream]:
         """`async_stream_all` for a server of many streams: it takes chunks from a `LiveStream`, also by a function
         that is called with each pass. Leaving the context ends what has not ended. Requests for few token ids are
-        made in the loop's thread: to hand them to another one would take longer.
+        made in the loop's thread, as to hand them to another one takes about as long.
         """
         listed, _ = listed_prompts(prompts)
         built = self._listed(listed, sampling_params, tenant)

@@ -45,7 +45,7 @@ _Terms = tuple[frozenset[int], tuple[tuple[int, ...], ...]]  # stop ids and bad 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")  # of a prompt as a dict, which vLLM takes
 MAX_NAMED = 8  # bad prompts that one error spells out
 _MAX_REMEMBERED = 64  # parameters
-_FEW_PROMPTS, _FEW_IDS = 4, 8192  # which take half a millisecond
+_FEW_PROMPTS, _FEW_IDS = 4, 8192  # in all
 _MAX_PRIORITY = 2**31 - 1
 _ID_BITS = 52  # of a Runtime's first id: hard to guess, and exact in every JSON reader
 
@@ -438,8 +438,8 @@ def is_token_ids(prompt: object) -> TypeGuard[Sequence[int] | NDArray[np.integer
 
 
 def are_built_soon(prompts: Sequence[Prompt], params: object) -> bool:
-    """Whether requests for these prompts are made sooner than they could be handed to another thread: few token
-    ids, and nothing to encode or to compile.
+    """Whether requests for these prompts take too little time for a thread of their own: few token ids, and
+    nothing to encode or to compile.
     """
     return (
         len(prompts) <= _FEW_PROMPTS

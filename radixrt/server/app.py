@@ -83,7 +83,7 @@ class Answers(Protocol[A_contra]):
     def events(self, asked: A_contra, on_end: OnEnd) -> AnswerEvents: ...
 
 
-_READ_AT_ONCE = 2**15  # bytes of a body: 4,000 token ids, of which half a millisecond becomes a request
+_READ_AT_ONCE = 2**15  # bytes of a body, such as 4,000 token ids: in less than a millisecond
 _THREADS = 2  # that read bodies, encode and write answers: not the event loop's own, which step the engine
 
 
@@ -244,7 +244,7 @@ class Server:
         self._recent.note(tenant, answer_id, usages, time.perf_counter() - began)
 
     async def _read(self, request: Request, read: Callable[[dict[str, Any]], T]) -> T:
-        """What `read` makes of the object of a request's body, in a thread unless it takes as little time as that.
+        """What `read` makes of the object of a request's body, in a thread unless that is soon done.
         Raises Refusal, or RadixrtError also where nothing can be answered.
         """
         self._check_works()
