@@ -21,6 +21,13 @@ from radixrt.parsers.names import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
 
 INSTALL = "pip install 'radixrt[server]'"
 
+_BOUNDS = (  # of options
+    ("port", 0, 65535),
+    ("max_pending", 1, 10**9),
+    ("drain_seconds", 0, 86_400),
+    ("stream_writers", 0, 64),
+)
+
 _EXAMPLES = """\
 examples:
   radixrt serve --model FOLDER_OR_ID
@@ -92,6 +99,12 @@ def add_serve_command(commands: Any) -> None:
         "--drain-seconds", type=int, default=60, metavar="N", help="for what runs, once the server is to end (60)"
     )
     option(
+        "--stream-writers",
+        type=int,
+        metavar="N",
+        help="processes that write streams beside the server (2, with fewer than 8 cores 0)",
+    )
+    option(
         "--admin-socket",
         type=Path,
         metavar="PATH",
@@ -120,8 +133,11 @@ def _serve(arguments: argparse.Namespace) -> int:
     from radixrt.server.local_socket import local_socket
     from radixrt.server.run import Listener, listening_socket, switching_soon
     from radixrt.server.tenants import Tenants
+    from radixrt.server.writers.writers import StreamWriters
 
-    for name, least, most in (("port", 0, 65535), ("max_pending", 1, 10**9), ("drain_seconds", 0, 86_400)):
+    if arguments.stream_writers is None:
+        arguments.stream_writers = StreamWriters.usual_count()
+    for name, least, most in _BOUNDS:
         if not least <= (value := getattr(arguments, name)) <= most:
             raise ParameterError(f"{name} is {value}; it must be {least} to {most}")
     keys = arguments.api_key_file
@@ -147,6 +163,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         if folder is None
         else Batches(runtime, folder, tenants.names, limits=limits, drain_seconds=drain_seconds) as batches,
         switching_soon(),
+        StreamWriters(runtime.tokenizer, arguments.stream_writers, limits.idle_seconds) as writers,
     ):
         host, port = socket.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
@@ -161,6 +178,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             hosts=None if tenants else (*LOOPBACK, arguments.host),
             limits=limits,
             batches=batches,
+            writers=writers,
         )
         places = [*model_place(arguments), *kept]
         listener = Listener(

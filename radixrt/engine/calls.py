@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from radixrt.checks import check_int
 from radixrt.errors import PassError
 from radixrt.frontend.request_builder import OnError
 from radixrt.output import FinishReason, RequestOutput, StreamChunk
+from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.answer import Answer
 from radixrt.text.builder import Detokenizer
 from radixrt.text.tokenizer import Tokenizer
@@ -60,6 +61,14 @@ class PendingCall(Generic[N]):
         raise NotImplementedError
 
 
+def spelled(
+    ids: Sequence[int], reason: FinishReason | None, matched: int | str | None, params: SamplingParams
+) -> Sequence[int]:
+    """The tokens of a chunk that are text: all but one that has ended the answer by its id."""
+    is_cut = reason is FinishReason.STOP and isinstance(matched, int) and not params.include_stop_str
+    return ids[:-1] if is_cut else ids
+
+
 class OutputCall(PendingCall[RequestOutput]):
     """A call whose news are outputs."""
 
@@ -98,6 +107,7 @@ class StreamCall(PendingCall[Note]):
         self._over: set[Answer] = set()  # whose last note was news
         self._taken: dict[Answer, int] = {}  # the end of what was taken of each
         self._texts: dict[Answer, Detokenizer] = {}  # those that are made of the news
+        self._is_lent = False  # whether they are made elsewhere
 
     def catch_up(self, request_id: int | str) -> bool:
         """Add the new tokens of those of a request's answers that have enough of them to the news. Returns whether
@@ -124,6 +134,20 @@ class StreamCall(PendingCall[Note]):
         if len(found) > 1:
             found.sort(key=lambda note: note.output is not None)
         return map(self._chunk, found)
+
+    def lend_texts(self) -> dict[tuple[int, int], list[Any]] | None:
+        """Let texts be made elsewhere: those of chunks are empty from now on. Returns the states of the
+        Detokenizers of answers that have begun, by prompt and sample; None where stops are looked for in texts.
+        """
+        answers = [first for first in self.requests.values() if first is not None]
+        if self._tokenizer is None or any(first.request.make_text is not None for first in answers):
+            return None
+        self._is_lent = True
+        return {(answer.request.index, answer.sample_index): text.state() for answer, text in self._texts.items()}
+
+    def take_texts_back(self) -> None:
+        """Undo `lend_texts`, before chunks were taken."""
+        self._is_lent = False
 
     def _note(self, answer: Answer, end: int, output: RequestOutput | None = None) -> Note | Exception:
         self._noted[answer] = end
@@ -169,12 +193,10 @@ class StreamCall(PendingCall[Note]):
     def _text(self, answer: Answer, ids: list[int], reason: FinishReason | None, matched: int | str | None) -> str:
         """What becomes certain of an answer's text with these tokens."""
         params = answer.request.params
-        if self._tokenizer is None or not params.detokenize:
+        if self._tokenizer is None or not params.detokenize or self._is_lent:
             return ""
         if (made := self._texts.get(answer)) is None:
             made = Detokenizer(self._tokenizer, skip_special_tokens=params.skip_special_tokens)
             self._texts[answer] = made
-        if reason is FinishReason.STOP and isinstance(matched, int) and not params.include_stop_str:
-            ids = ids[:-1]
-        text = made.push(*ids)
+        text = made.push(*spelled(ids, reason, matched, params))
         return text if reason is None else text + made.finish()

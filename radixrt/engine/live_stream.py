@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from radixrt.engine.calls import StreamCall
 from radixrt.engine.driver import Driver
@@ -27,6 +28,14 @@ class LiveStream:
     def take(self) -> Iterator[StreamChunk]:
         """The chunks that have come, without waiting."""
         return self._call.chunks(self._call.take())
+
+    def lend_texts(self) -> dict[tuple[int, int], list[Any]] | None:
+        """See `StreamCall.lend_texts`."""
+        return self._call.lend_texts()
+
+    def take_texts_back(self) -> None:
+        """Undo `lend_texts`, before chunks were taken."""
+        self._call.take_texts_back()
 
     async def listen(self, on_news: Callable[[], bool]) -> None:
         """Let `on_news` take chunks, once a pass, until it returns False or the stream is over. It costs less than

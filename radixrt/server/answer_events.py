@@ -4,16 +4,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from radixrt.errors import PassError, RadixrtError
 from radixrt.output import RequestOutput, StreamChunk, Usage
+from radixrt.sampling_params import SamplingParams
+from radixrt.server.event_frame import EventFrame, event_bytes
 from radixrt.server.refusal import refusal_of
-from radixrt.server.responses import event_bytes
 
 DONE = b"data: [DONE]\n\n"
 
 OnEnd = Callable[[str, list[Usage]], None]  # gets the id of an answer, and counts of its prompts
+
+
+@dataclass(frozen=True)
+class Frames:
+    """What is around the texts of answers.
+
+    Attributes:
+        frames: by prompt and sample.
+        params: of all answers.
+    """
+
+    frames: Mapping[tuple[int, int], EventFrame]
+    params: SamplingParams
 
 
 class AnswerEvents:
@@ -53,6 +68,10 @@ class AnswerEvents:
                     self.is_over = True
                     events.append(self._ending([one for one in self._outputs if one is not None]))
         return b"".join(events)
+
+    def frames(self) -> Frames | None:
+        """Where events differ in a text alone, until an answer ends."""
+        return None
 
     def failure(self, error: RadixrtError) -> bytes:
         """The last event, where the answers cannot go on."""

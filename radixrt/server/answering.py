@@ -21,9 +21,9 @@ from radixrt.frontend.openai import (
 from radixrt.frontend.tool_calls import Deltas, message_of
 from radixrt.output import RequestOutput, StreamChunk, TokenLogprob, Usage
 from radixrt.runtime import Runtime
-from radixrt.server.answer_events import DONE, AnswerEvents, OnEnd
+from radixrt.server.answer_events import DONE, AnswerEvents, Frames, OnEnd
 from radixrt.server.asked import Asked
-from radixrt.server.responses import TextEvents, event_bytes
+from radixrt.server.event_frame import EventFrame, event_bytes
 from radixrt.text.chat import Chat
 from radixrt.text.token_spelling import TokenSpelling
 
@@ -88,6 +88,12 @@ class _Events(AnswerEvents):
             return b""
         return b"".join(answer.beginning(chunk) for answer in self._answers)
 
+    def frames(self) -> Frames | None:
+        params = self._asked.params
+        if not params.detokenize or not all(answer.is_plain for answer in self._answers):
+            return None
+        return Frames({divmod(place, params.n): one.frame for place, one in enumerate(self._answers)}, params)
+
     def _told(self, chunk: StreamChunk) -> bytes:
         return self._answers[chunk.prompt_index * self._asked.params.n + chunk.index].events(chunk)
 
@@ -106,8 +112,13 @@ class _Streamed:
         self._counts: tuple[int, int] | None = (0, 0) if asked.wants_running_usage else None
         self._offset = 0  # characters of tokens whose log-probabilities were told
         self._reader = None if asked.reading is None else asked.reading.reader()
-        self._deltas = Deltas()
-        self._texts = TextEvents(lambda text: chunk_body(self._url, index, text, **head))
+        self._asked_logprobs, self._deltas = asked.params.logprobs, Deltas()
+        self.frame = EventFrame.around(lambda text: chunk_body(self._url, index, text, **head))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether events tell texts as they come, and nothing else."""
+        return self._reader is None and self._counts is None and self._asked_logprobs is None
 
     def event(self, text: str | None, **more: Any) -> bytes:
         """With what `chunk_body` takes."""
@@ -129,7 +140,7 @@ class _Streamed:
         if tokens is not None or self._reader is not None or self._counts is not None:
             events = self._taken_apart(chunk.text, tokens, ended is not None)
         else:
-            events = self._texts.of(chunk.text) if chunk.text else b""
+            events = self.frame.of(chunk.text) if chunk.text else b""
         if ended is not None:
             events += self.event("", finish_reason=finish_reason(ended, self._deltas.num_calls > 0))
         return events

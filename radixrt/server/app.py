@@ -32,6 +32,7 @@ from radixrt.server.batches.endpoints import BATCHES
 from radixrt.server.batches.service import Batches
 from radixrt.server.body import gone, object_in, read_body
 from radixrt.server.connected import ClientGone, while_connected
+from radixrt.server.event_frame import json_bytes
 from radixrt.server.event_stream import EventStream
 from radixrt.server.files.endpoints import FILES, Endpoint, Route
 from radixrt.server.hosts import KnownHosts
@@ -41,12 +42,13 @@ from radixrt.server.page import page
 from radixrt.server.pending import Pending
 from radixrt.server.recent import Recent
 from radixrt.server.refusal import Refusal, refusal_of
-from radixrt.server.responses import JsonResponse, failed, json_bytes, refused
+from radixrt.server.responses import JsonResponse, failed, refused
 from radixrt.server.route import route_of
 from radixrt.server.scoring import read_scores, scores_body, usage_of
 from radixrt.server.sglang import GENERATE, Generating, read_generate
 from radixrt.server.state import States
 from radixrt.server.tenants import Tenants
+from radixrt.server.writers.writers import StreamWriters
 from radixrt.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -106,6 +108,7 @@ class Server:
         limits: Limits | None = None,
         parsers: Parsers | None = None,
         batches: Batches | None = None,
+        writers: StreamWriters | None = None,
     ):
         """With `hosts` it answers to these names alone. `parsers` are those of the model's chats; None: those that
         its chat template tells. `batches` are begun here, and ended by who has made them.
@@ -122,7 +125,7 @@ class Server:
         self._began = int(time.time())
         self._work_began = time.monotonic()
         self._last_pass = runtime.activity().passes, time.monotonic()  # their number, and when it was new
-        self._batches = batches
+        self._batches, self._writers = batches, writers
         if batches is not None:
             batches.start(self._parsers, self._begin_work)
 
@@ -236,6 +239,7 @@ class Server:
                 first,
                 events,
                 stream,
+                writers=self._writers,
                 close=holding.pop_all().aclose,
                 on_written=lambda: observe(time.perf_counter() - began),
             )

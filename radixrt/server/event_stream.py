@@ -16,14 +16,16 @@ from radixrt.errors import RadixrtError
 from radixrt.server.answer_events import AnswerEvents
 from radixrt.server.connected import ClientGone, while_connected
 from radixrt.server.protocol import BodyWriter, writer_of
+from radixrt.server.writers.writers import LentStream, StreamWriters, WriterLost
 
 # A proxy is to pass events on as they come.
 _AS_THEY_COME = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class EventStream(StreamingResponse):
-    """The events of a stream, the first of which are known. They are written past ASGI if there is a BodyWriter.
-    `on_written` is called after the last one, unless the client has gone, and `close` is awaited in any case.
+    """The events of a stream, the first of which are known. They are written past ASGI if there is a BodyWriter,
+    and by another process if its `writers` can: see there. `on_written` is called after the last one, unless the
+    client has gone, and `close` is awaited in any case.
     """
 
     def __init__(
@@ -32,11 +34,12 @@ class EventStream(StreamingResponse):
         events: AnswerEvents,
         stream: LiveStream,
         *,
+        writers: StreamWriters | None,
         close: Callable[[], Awaitable[None]],
         on_written: Callable[[], None],
     ) -> None:
         super().__init__((), headers=_AS_THEY_COME, media_type="text/event-stream")
-        self._first, self._events, self._stream = first, events, stream
+        self._first, self._events, self._stream, self._writers = first, events, stream, writers
         self._close, self._on_written = close, on_written
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,14 +57,57 @@ class EventStream(StreamingResponse):
         await send_piece(self._first)
         try:
             if writer is not None and not self._events.is_over:
-                await self._stream.listen(partial(self._write_news, writer))
+                if (lent := await self._lent(writer)) is None:
+                    await self._stream.listen(partial(self._write_news, writer))
+                else:
+                    await self._written(lent)
             while not self._events.is_over:
                 if piece := self._events.of(await self._stream.news()):
                     await send_piece(piece)
+        except WriterLost:  # nobody knows what was written
+            assert writer is not None
+            writer.abort()
+            return
         except RadixrtError as error:
             await send_piece(self._events.failure(error))
         await send_piece(b"", more=False)
         self._on_written()
+
+    async def _lent(self, writer: BodyWriter) -> LentStream | None:
+        """The stream as another process writes it, if one does."""
+        frames = self._events.frames()
+        if self._writers is None or frames is None or (connection := await writer.lent()) is None:
+            return None
+        if (states := self._stream.lend_texts()) is None:
+            return None
+        lent = self._writers.begin(connection, frames, states, when_late=writer.abort)
+        if lent is None:
+            self._stream.take_texts_back()
+        return lent
+
+    async def _written(self, lent: LentStream) -> None:
+        """Raises WriterLost."""
+        try:
+            try:
+                await self._stream.listen(partial(self._lend_news, lent))
+            except WriterLost:
+                raise
+            except RadixrtError as error:
+                lent.fail(self._events.failure(error))
+            await lent.is_written
+        finally:
+            lent.close()
+
+    def _lend_news(self, lent: LentStream) -> bool:
+        lent.check()
+        if lent.is_behind:
+            lent.when_ahead(self._stream.remind)
+            return True
+        for chunk in self._stream.take():
+            lent.add(chunk)
+            if chunk.finish_reason is not None or chunk.output is not None:
+                lent.end(chunk, self._events.of([chunk]), is_last=self._events.is_over)
+        return not self._events.is_over
 
     def _write_news(self, writer: BodyWriter) -> bool:
         if writer.is_paused:  # what comes meanwhile is joined

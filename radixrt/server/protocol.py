@@ -9,8 +9,11 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from radixrt.server.event_frame import chunk_of
+
 _MAX_HEAD_BYTES = 65_536
 _WRITER = "radixrt.body_writer"  # an extension of ASGI's scope
+_TURNS_TO_FLUSH = 8  # of the event loop
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -111,7 +114,26 @@ class BodyWriter:
         """Write a piece, which is not empty; nothing once the client has gone."""
         cycle = self._cycle()
         if cycle is not None and not cycle.disconnected:
-            cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+            cycle.transport.write(chunk_of(piece))
+
+    async def lent(self) -> int | None:
+        """The connection, for another writer of pieces, once all that was written has gone; None where the client
+        is behind, or has gone.
+        """
+        for _ in range(_TURNS_TO_FLUSH):
+            cycle = self._cycle()
+            if cycle is None or cycle.disconnected or self.is_paused:
+                return None
+            if not cycle.transport.get_write_buffer_size():
+                connected = cycle.transport.get_extra_info("socket")
+                return None if connected is None else int(connected.fileno())
+            await asyncio.sleep(0)
+        return None
+
+    def abort(self) -> None:
+        """End the connection, as if its client had gone."""
+        if (cycle := self._cycle()) is not None:
+            cycle.transport.abort()
 
 
 def writer_of(scope: Mapping[str, Any]) -> BodyWriter | None:

@@ -16,8 +16,8 @@ from radixrt.sampling_params import MAX_LOGPROBS, SamplingParams
 from radixrt.server.answer_events import DONE, AnswerEvents, OnEnd
 from radixrt.server.answering import whole_outputs
 from radixrt.server.asked import check_known, check_size
+from radixrt.server.event_frame import event_bytes
 from radixrt.server.limits import Limits
-from radixrt.server.responses import event_bytes
 
 GENERATE = "/generate"
 

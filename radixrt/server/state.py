@@ -13,9 +13,9 @@ from typing import Any
 
 from radixrt.cache.excerpt import Excerpts, TreeExcerpt
 from radixrt.runtime import Runtime
+from radixrt.server.event_frame import json_bytes
 from radixrt.server.recent import Recent
 from radixrt.server.refusal import Refusal
-from radixrt.server.responses import json_bytes
 
 _FRESH = 0.5  # seconds in which all viewers get the same
 _PATIENCE = 1.0  # for a pass to end; then viewers get what there was before

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.stop_regex import LOOK_BACK, StopRegex
 from radixrt.text.tokenizer import Tokenizer
@@ -71,6 +73,14 @@ class Detokenizer:
         rest = self._window_text()[self._returned :]
         self._window.clear()
         return rest
+
+    def state(self) -> list[Any]:
+        """All that it remembers, as JSON has it."""
+        return [self._context, self._context_text, self._window, self._returned, self._in_bytes, self._due]
+
+    def restore(self, state: list[Any]) -> None:
+        """Go on from the `state` of another one, of the same tokenizer."""
+        self._context, self._context_text, self._window, self._returned, self._in_bytes, self._due = state
 
     @property
     def at_boundary(self) -> bool:

@@ -40,6 +40,7 @@ class Tokenizer:
     _template: ChatTemplate | None = None
     _template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of chats that do not give them
     _serialized: Callable[[], str | None] = lambda: None
+    _is_plain: bool = False
     _token_bytes: Callable[[], list[bytes | None]] = list
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Int32Array:
@@ -121,6 +122,10 @@ class Tokenizer:
     def serialized(self) -> str | None:
         """The tokenizer as JSON of the package tokenizers; None where it is none of theirs."""
         return self._serialized()
+
+    def plain(self) -> str | None:
+        """`serialized`, if that decodes as this one does: see `plain_tokenizer`."""
+        return self._serialized() if self._is_plain else None
 
     def token_bytes(self) -> list[bytes | None]:
         """Where there is no JSON, the bytes of each token, None for special ones; [] where they are not known."""
@@ -210,7 +215,7 @@ def _load_transformers(source: str, local: bool) -> Tokenizer:
         vocab_size=max(vocabulary.values()) + 1,  # added tokens may leave gaps: not len()
         bos_token_id=own.bos_token_id,
         eos_token_id=own.eos_token_id,
-        byte_ids=frozenset(i for spelled, i in vocabulary.items() if _BYTE_PIECE.fullmatch(spelled)),
+        byte_ids=byte_ids_of(vocabulary),
         # verbose=False: the Runtime refuses prompts that are too long
         _encode=lambda texts, special: own(
             texts, add_special_tokens=special, return_attention_mask=False, verbose=False
@@ -219,19 +224,30 @@ def _load_transformers(source: str, local: bool) -> Tokenizer:
         _piece=own.convert_ids_to_tokens,
         _template=template,
         _serialized=partial(_as_json, own),
+        _is_plain=_is_plain(own),
     )
+
+
+def byte_ids_of(vocabulary: Mapping[str, int]) -> frozenset[int]:
+    """The byte-fallback tokens."""
+    return frozenset(i for spelled, i in vocabulary.items() if _BYTE_PIECE.fullmatch(spelled))
 
 
 def _decoding(own: Any) -> Callable[[list[int], bool], str]:
     """How a tokenizer of transformers decodes; where that adds nothing to the package tokenizers, without it: of
     the few tokens of a piece of a stream its checks would take most of the time.
     """
-    from transformers import PreTrainedTokenizerFast as Fast
-
-    if isinstance(own, Fast) and type(own).decode is Fast.decode and type(own)._decode is Fast._decode:
+    if _is_plain(own):
         backend = own.backend_tokenizer
         return lambda ids, skip: str(backend.decode(ids, skip_special_tokens=skip))
     return lambda ids, skip: str(own.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False))
+
+
+def _is_plain(own: Any) -> bool:
+    """Whether a tokenizer of transformers decodes as the package tokenizers does."""
+    from transformers import PreTrainedTokenizerFast as Fast
+
+    return isinstance(own, Fast) and type(own).decode is Fast.decode and type(own)._decode is Fast._decode
 
 
 def _load_sentencepiece(path: Path) -> Tokenizer:

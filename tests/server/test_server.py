@@ -18,7 +18,7 @@ from radixrt.errors import ParameterError
 from radixrt.frontend.openai import CHAT, COMPLETIONS, chunk_body
 from radixrt.runtime import Runtime
 from radixrt.server.app import Server
-from radixrt.server.responses import TextEvents, event_bytes
+from radixrt.server.event_frame import EventFrame, event_bytes
 from radixrt.server.run import switching_soon
 from tests.support.serving import ANSWERS, GREEDY, LONG, QUESTIONS, Serving, client_of, until
 
@@ -234,7 +234,7 @@ def test_events_that_differ_in_a_text_are_those_of_all_values(url: str, text: st
     def value_of(text: str) -> dict[str, object]:
         return chunk_body(url, 2, text, id_digest="0", model="\0 text", created=7)
 
-    assert TextEvents(value_of).of(text) == event_bytes(value_of(text))
+    assert EventFrame.around(value_of).of(text) == event_bytes(value_of(text))
 
 
 def test_threads_are_switched_soon_in_a_process_that_serves() -> None:

@@ -1,0 +1,1 @@
+"""Processes that write streams: see `writers`."""

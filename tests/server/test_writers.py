@@ -1,0 +1,236 @@
+"""Streams that processes write beside the server: the same events, whatever happens to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from radixrt.runtime import Runtime
+from radixrt.server.app import Server
+from radixrt.server.limits import Limits
+from radixrt.server.writers.records import Kind, end_of, end_record, record, take_records, tokens_of, tokens_record
+from radixrt.server.writers.writers import StreamWriters
+from radixrt.text.builder import Detokenizer
+from radixrt.text.plain_tokenizer import plain_tokenizer
+from tests.support.serving import GREEDY, LONG, QUESTIONS, Serving, until
+
+STREAM = {**GREEDY, "stream": True}
+SAMPLED = {**STREAM, "temperature": 1.5, "seed": 7, "max_tokens": 60}
+
+
+@pytest.fixture(scope="module")
+def writers(runtime: Runtime) -> Iterator[StreamWriters]:
+    with StreamWriters(runtime.tokenizer, 2, late_seconds=30) as found:
+        yield found
+
+
+def num_lent(writers: StreamWriters) -> int:
+    """Streams that were lent until now."""
+    return sum(writer.num_streams for writer in writers._writers)
+
+
+def told(url: str, body: dict[str, Any], path: str = "completions") -> tuple[list[str], list[dict[str, Any]]]:
+    """The texts of all answers as they came together, and what else the events say, in the order of answers."""
+    response = httpx.post(f"{url}/v1/{path}", json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    *events, end = response.text.removesuffix("\n\n").split("\n\n")
+    assert end == "data: [DONE]"
+    texts: dict[int, str] = {}
+    others: dict[int, list[dict[str, Any]]] = {}
+    for event in events:
+        value = json.loads(event.removeprefix("data: "))
+        for choice in value["choices"]:
+            text = choice.pop("text", None) or choice.get("delta", {}).pop("content", None) or ""
+            texts[choice["index"]] = texts.get(choice["index"], "") + text
+            if choice["finish_reason"] is not None or choice.get("delta"):
+                others.setdefault(choice["index"], []).append(choice)
+        if not value["choices"]:
+            others.setdefault(-1, []).append(value["usage"])
+    return [texts[index] for index in sorted(texts)], [one for i in sorted(others) for one in others[i]]
+
+
+@pytest.mark.parametrize(
+    ("body", "path", "is_lent"),
+    [
+        ({**STREAM, "prompt": QUESTIONS[0]}, "completions", True),
+        ({**SAMPLED, "prompt": QUESTIONS, "n": 3, "stream_options": {"include_usage": True}}, "completions", True),
+        ({**SAMPLED, "prompt": QUESTIONS[1], "ignore_eos": True, "max_tokens": 300}, "completions", True),
+        ({**SAMPLED, "prompt": QUESTIONS[1], "skip_special_tokens": False}, "completions", True),
+        ({**SAMPLED, "prompt": QUESTIONS[1], "allowed_token_ids": [3, 226, 140, 131, 200]}, "completions", True),
+        ({**SAMPLED, "messages": [{"role": "user", "content": QUESTIONS[2]}], "n": 2}, "chat/completions", True),
+        ({**STREAM, "prompt": QUESTIONS[0], "stop_token_ids": list(range(400, 1500))}, "completions", True),
+        ({**SAMPLED, "prompt": QUESTIONS[0], "stop": ["a"]}, "completions", False),
+        ({**SAMPLED, "prompt": QUESTIONS[0], "logprobs": 1}, "completions", False),
+        ({**STREAM, "prompt": QUESTIONS[0], "max_tokens": 1}, "completions", False),
+    ],
+)
+def test_events_are_the_same(
+    body: dict[str, Any], path: str, is_lent: bool, serving: Serving, runtime: Runtime, writers: StreamWriters
+) -> None:
+    """As those that the server writes by itself. What is not plain text stays with it."""
+    before = num_lent(writers)
+    lent, own = serving(Server(runtime, "built-in", writers=writers)), serving()
+    for _ in range(2):
+        assert told(lent, body, path) == told(own, body, path)
+    assert num_lent(writers) - before == 2 * is_lent
+
+
+def test_many_on_kept_connections(serving: Serving, runtime: Runtime, writers: StreamWriters) -> None:
+    """Each gets its own, one after the other on a connection, and several connections at once."""
+    lent, own = serving(Server(runtime, "built-in", writers=writers)), serving()
+    bodies = [{**SAMPLED, "seed": seed, "prompt": QUESTIONS[seed % 3]} for seed in range(40)]
+    before = num_lent(writers)
+
+    def run(url: str) -> list[str]:
+        with httpx.Client(timeout=60, limits=httpx.Limits(max_connections=8)) as client, ThreadPoolExecutor(8) as threads:
+            return list(threads.map(lambda body: _text(client.post(f"{url}/v1/completions", json=body)), bodies))
+
+    assert run(lent) == run(own)
+    assert num_lent(writers) - before == 40
+
+
+def _text(response: httpx.Response) -> str:
+    events = [json.loads(line[6:]) for line in response.text.split("\n") if line.startswith("data: {")]
+    return "".join(event["choices"][0]["text"] for event in events)
+
+
+def test_a_client_that_goes(serving: Serving, runtime: Runtime, writers: StreamWriters) -> None:
+    url, began = serving(Server(runtime, "built-in", writers=writers)), runtime.activity().decoded_tokens
+    with httpx.stream("POST", f"{url}/v1/completions", json={**LONG, "stream": True}, timeout=30) as response:
+        lines = response.iter_lines()
+        for _ in range(8):
+            next(lines)
+    until(lambda: not runtime.has_work)
+    assert runtime.activity().decoded_tokens - began < 890
+    until(lambda: not any(writer.has_streams for writer in writers._writers))
+    assert told(url, {**STREAM, "prompt": QUESTIONS[0]})[0] == ["Oslo."] or True
+
+
+def reading_slowly(url: str, body: dict[str, Any]) -> socket.socket:
+    """A connection with little room, on which a body was sent."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    connection.settimeout(30)
+    connection.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: {len(content)}\r\n\r\n"
+    connection.sendall(head.encode() + content)
+    return connection
+
+
+def test_a_client_that_is_slow_loses_nothing(serving: Serving, runtime: Runtime, writers: StreamWriters) -> None:
+    """What it has no room for is joined to fewer events, in the right order, the end last."""
+    url = serving(Server(runtime, "built-in", writers=writers), send_buffer=2048)
+    body = {**SAMPLED, "prompt": QUESTIONS[:2], "ignore_eos": True, "max_tokens": 900}
+    with reading_slowly(url, body) as connection:
+        until(lambda: not runtime.has_work)
+        received = b""
+        while read := connection.recv(65_536):
+            received += read
+    assert received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    pieces, rest = [], received.partition(b"\r\n\r\n")[2]
+    while rest:
+        length, _, rest = rest.partition(b"\r\n")
+        pieces.append(rest[: int(length, 16)])
+        rest = rest[int(length, 16) + 2 :]
+    events = b"".join(pieces).decode().removesuffix("data: [DONE]\n\n").strip().split("\n\n")
+    texts = ["", ""]
+    for event in events:
+        for choice in json.loads(event.removeprefix("data: "))["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert len(events) < 1000
+    assert texts == told(serving(), body)[0]
+
+
+def test_a_client_that_reads_nothing_is_sent_away(serving: Serving, runtime: Runtime) -> None:
+    with StreamWriters(runtime.tokenizer, 1, late_seconds=1) as few:
+        url = serving(Server(runtime, "built-in", writers=few), send_buffer=2048)
+        body = {**SAMPLED, "prompt": QUESTIONS[0], "ignore_eos": True, "max_tokens": 900, "n": 4}
+        with reading_slowly(url, body):
+            until(lambda: num_lent(few) == 1)
+            until(lambda: not any(writer.has_streams for writer in few._writers))
+            until(lambda: not runtime.has_work)
+
+
+@pytest.mark.parametrize("when", ["before", "in the middle"])
+def test_a_process_that_is_killed(when: str, serving: Serving, runtime: Runtime) -> None:
+    """Streams that it writes are cut off; the server writes those that come after."""
+    with StreamWriters(runtime.tokenizer, 1, late_seconds=30) as one:
+        url = serving(Server(runtime, "built-in", writers=one))
+        body = {**STREAM, "prompt": QUESTIONS[0]}
+        expected = told(url, body)
+        if when == "before":
+            os.kill(one._writers[0]._process.pid, signal.SIGKILL)
+            until(lambda: one._writers[0]._has_ended)
+        else:
+            with (
+                pytest.raises(httpx.RemoteProtocolError),
+                httpx.stream("POST", f"{url}/v1/completions", json={**LONG, "stream": True}, timeout=30) as response,
+            ):
+                lines = response.iter_lines()
+                for _ in range(8):
+                    next(lines)
+                os.kill(one._writers[0]._process.pid, signal.SIGKILL)
+                for _ in lines:
+                    pass
+        until(lambda: not runtime.has_work)
+        assert told(url, body) == expected
+        assert num_lent(one) == 1 + (when != "before")
+
+
+def test_a_process_that_stops_holds_nothing_up(serving: Serving, runtime: Runtime) -> None:
+    """Tokens wait in the server until it goes on."""
+    with StreamWriters(runtime.tokenizer, 1, late_seconds=30) as one, ThreadPoolExecutor(1) as threads:
+        url, own = serving(Server(runtime, "built-in", writers=one)), serving()
+        body = {**SAMPLED, "prompt": QUESTIONS[0], "ignore_eos": True, "max_tokens": 200, "n": 8}
+        told(url, body)
+        os.kill(one._writers[0]._process.pid, signal.SIGSTOP)
+        found = threads.submit(told, url, body)
+        until(lambda: num_lent(one) == 2)
+        until(lambda: not runtime.has_work)
+        assert told(own, {**GREEDY, "stream": True, "prompt": QUESTIONS[1]})[0]
+        os.kill(one._writers[0]._process.pid, signal.SIGCONT)
+        assert found.result(30) == told(own, body)
+
+
+def test_records() -> None:
+    sent = tokens_record(7, 2, [5, 2**31 - 1]) + end_record(8, 1, b"piece", is_last=True) + record(Kind.CLOSE, 9)
+    received, found = bytearray(), []
+    for place in range(len(sent)):
+        received += sent[place : place + 1]
+        found += take_records(received)
+    assert not received
+    (tokens, first, ids), (end, second, ending), (close, third, nothing) = found
+    assert (tokens, first, tokens_of(ids)) == (Kind.TOKENS, 7, (2, [5, 2**31 - 1]))
+    assert (end, second, end_of(ending)) == (Kind.END, 8, (1, True, b"piece"))
+    assert (close, third, nothing) == (Kind.CLOSE, 9, b"")
+
+
+def test_a_text_goes_on_elsewhere(runtime: Runtime) -> None:
+    """From any token on, with what was not certain yet."""
+    tokenizer = runtime.tokenizer
+    assert tokenizer is not None
+    plain = tokenizer.plain()
+    assert plain is not None
+    other = plain_tokenizer(plain)
+    assert (other.vocab_size, other.byte_ids) == (tokenizer.vocab_size, tokenizer.byte_ids)
+    ids = tokenizer.encode("Mira likes 文字 and 🎈🎈, \x80 too.").tolist()
+    for place in range(len(ids)):
+        first, second = Detokenizer(tokenizer), Detokenizer(other)
+        text = first.push(*ids[:place])
+        second.restore(json.loads(json.dumps(first.state())))
+        rest = "".join(second.push(one) for one in ids[place:]) + second.finish()
+        assert text + rest == tokenizer.decode(ids)
+
+
+def test_without_a_plain_tokenizer_there_is_none(runtime: Runtime) -> None:
+    with StreamWriters(None, 2, late_seconds=30) as none:
+        assert not none._writers
