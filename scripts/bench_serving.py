@@ -45,6 +45,7 @@ from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.passes import Pass
 from radixrt.server.app import Server
 from radixrt.server.run import Listener, listening_socket, switching_soon
+from radixrt.server.writers.writers import StreamWriters
 from radixrt.text.tokenizer import load_tokenizer
 from radixrt.workloads import lists
 from scripts.bench_form_host import Flight, SlowDevice
@@ -157,10 +158,14 @@ def write_words(folder: Path, vocab_size: int) -> None:
 
 
 @contextmanager
-def served(runtime: Runtime) -> Iterator[tuple[str, int, threading.Thread]]:
+def served(runtime: Runtime, num_writers: int) -> Iterator[tuple[str, int, threading.Thread]]:
     """A server's address, and the thread of its event loop."""
-    with listening_socket("127.0.0.1", 0) as bound, switching_soon():
-        listener = Listener(Server(runtime, "bench"), drain_seconds=60)
+    with (
+        listening_socket("127.0.0.1", 0) as bound,
+        switching_soon(),
+        StreamWriters(runtime.tokenizer, num_writers, late_seconds=60) as writers,
+    ):
+        listener = Listener(Server(runtime, "bench", writers=writers), drain_seconds=60)
         thread = threading.Thread(target=listener.run, kwargs={"sockets": [bound]})
         thread.start()
         while not listener.started:
@@ -187,21 +192,22 @@ def generated(runtime: Runtime, prompts: Sequence[lists.WorkloadPrompt]) -> tupl
 
 
 def measured(
-    runtime: Runtime, prompts: Sequence[lists.WorkloadPrompt], rate: float, seed: int, num_clients: int
+    runtime: Runtime, prompts: Sequence[lists.WorkloadPrompt], rate: float, given: argparse.Namespace
 ) -> Run:
     """The list, served: requests in its order, arriving at so many a second in the mean."""
+    num_clients, num_writers = given.clients, given.stream_writers
     runtime.flush_cache()
-    gaps = np.random.default_rng(seed).exponential(size=len(prompts))
+    gaps = np.random.default_rng(given.seed).exponential(size=len(prompts))
     times = (np.cumsum(gaps) / (rate * gaps.mean())).tolist()  # the last one is where the rate has it
     bodies = [
         {"model": "any", "prompt": one.prompt_ids.tolist(), "max_tokens": one.max_new_tokens, **STREAMED}
         for one in prompts
     ]
-    with served(runtime) as (host, port, loop), ExitStack() as stack:
-        given = {"host": host, "port": port, "path": COMPLETIONS}
+    with served(runtime, num_writers) as (host, port, loop), ExitStack() as stack:
+        where = {"host": host, "port": port, "path": COMPLETIONS}
         clients = [
             stack.enter_context(
-                Clients({**given, "bodies": bodies[place::num_clients], "times": times[place::num_clients]})
+                Clients({**where, "bodies": bodies[place::num_clients], "times": times[place::num_clients]})
             )
             for place in range(num_clients)
         ]
@@ -276,6 +282,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--requests", type=int, metavar="N", help=f"of a list ({REQUESTS:,}; small: {FEW_REQUESTS})"
     )
     parser.add_argument("--clients", type=int, default=4, metavar="N", help="processes that ask (4)")
+    parser.add_argument(
+        "--stream-writers",
+        type=int,
+        default=StreamWriters.usual_count(),
+        metavar="N",
+        help="as of radixrt serve (its default)",
+    )
     parser.add_argument("--small", action="store_true", help="short prompts and answers, for a laptop")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the arrivals (0)")
     parser.add_argument("--device", help="such as cpu or cuda:1")
@@ -305,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             rates = f"{len(prompts) / whole:.1f}", f"{num_tokens / whole:,.0f}"
             table.add_row(name, "generate", *rates, *[""] * 8, f"{1e6 * cpu / num_tokens:.1f}")
             for load in given.load or (0.5, 0.8, 0.95):
-                run = measured(runtime, prompts, load * len(prompts) / whole, given.seed, given.clients)
+                run = measured(runtime, prompts, load * len(prompts) / whole, given)
                 table.add_row(name, f"{load:.2f}", *row(run))
     wide_console(160).print(table)
 

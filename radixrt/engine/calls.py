@@ -145,6 +145,25 @@ class StreamCall(PendingCall[Note]):
         self._is_lent = True
         return {(answer.request.index, answer.sample_index): text.state() for answer, text in self._texts.items()}
 
+    def lent_news(self) -> Iterator[tuple[Answer, list[int], StreamChunk | None]]:
+        """Take all news once texts are made elsewhere: tokens of an answer that are text, and a chunk where there
+        is more to tell.
+        """
+        for note in self.take():
+            if note.is_last or note.output is not None:
+                chunk = self._chunk(note)
+                params = note.answer.request.params
+                yield note.answer, [*spelled(chunk.token_ids, chunk.finish_reason, chunk.matched, params)], chunk
+            else:
+                yield note.answer, self._new_ids(note.answer, note.end), None
+
+    def _new_ids(self, answer: Answer, end: int) -> list[int]:
+        """The tokens of an answer that were not taken yet."""
+        first = self._taken.get(answer, answer.request.prompt_len)
+        self._taken[answer] = end
+        ids: list[int] = answer.tokens_between(first, end).tolist()
+        return ids
+
     def take_texts_back(self) -> None:
         """Undo `lend_texts`, before chunks were taken."""
         self._is_lent = False
@@ -171,9 +190,8 @@ class StreamCall(PendingCall[Note]):
     def _chunk(self, note: Note) -> StreamChunk:
         answer, end, is_last, text, output = note
         request = answer.request
-        first = self._taken.get(answer, request.prompt_len)
-        self._taken[answer] = end
-        ids = answer.tokens_between(first, end).tolist()
+        ids = self._new_ids(answer, end)
+        first = end - len(ids)
         reason, matched = answer.ending() if is_last else (None, None)
         return StreamChunk(
             self._text(answer, ids, reason, matched) if text is None else text,

@@ -8,6 +8,7 @@ from typing import Any
 from radixrt.engine.calls import StreamCall
 from radixrt.engine.driver import Driver
 from radixrt.output import StreamChunk
+from radixrt.schedule.answer import Answer
 
 
 class LiveStream:
@@ -32,6 +33,10 @@ class LiveStream:
     def lend_texts(self) -> dict[tuple[int, int], list[Any]] | None:
         """See `StreamCall.lend_texts`."""
         return self._call.lend_texts()
+
+    def lent_news(self) -> Iterator[tuple[Answer, list[int], StreamChunk | None]]:
+        """See `StreamCall.lent_news`."""
+        return self._call.lent_news()
 
     def take_texts_back(self) -> None:
         """Undo `lend_texts`, before chunks were taken."""

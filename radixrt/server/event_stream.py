@@ -103,10 +103,10 @@ class EventStream(StreamingResponse):
         if lent.is_behind:
             lent.when_ahead(self._stream.remind)
             return True
-        for chunk in self._stream.take():
-            lent.add(chunk)
-            if chunk.finish_reason is not None or chunk.output is not None:
-                lent.end(chunk, self._events.of([chunk]), is_last=self._events.is_over)
+        for answer, token_ids, chunk in self._stream.lent_news():
+            place = lent.add(answer, token_ids)
+            if chunk is not None:
+                lent.end(place, self._events.of([chunk]), is_last=self._events.is_over)
         return not self._events.is_over
 
     def _write_news(self, writer: BodyWriter) -> bool:

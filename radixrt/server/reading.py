@@ -78,7 +78,7 @@ def reading_of(
             raise ParameterError(
                 "tool_choice asks for a call, which has a form of its own; leave the other one out"
             )
-    if not is_read:
+    if not is_read or (tools is None and parsers.reasoning is None):  # nothing is looked for
         return None, params
     is_thinking = False
     if parsers.reasoning == THINK and tokenizer is not None and params.form is None:  # which thoughts have not

@@ -17,13 +17,12 @@ import logging
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from radixrt.engine.calls import spelled
 from radixrt.errors import RadixrtError
-from radixrt.output import StreamChunk
+from radixrt.schedule.answer import Answer
 from radixrt.server.answer_events import Frames
 from radixrt.server.writers.records import (
     Kind,
@@ -41,6 +40,7 @@ _PROGRAM = "radixrt.server.writers.process"
 _MOST_UNSENT = 1 << 20  # bytes of records; then tokens wait where they are, and are joined
 _FEW_CORES = 8
 _START_SECONDS = 120.0
+_TOGETHER_SECONDS = 1e-3  # records wait for others
 
 _log = logging.getLogger(__name__)
 
@@ -111,8 +111,9 @@ class LentStream:
     """
 
     def __init__(self, writer: _Writer, number: int, frames: Frames, when_late: Callable[[], None]) -> None:
-        self._writer, self.number, self._params, self.when_late = writer, number, frames.params, when_late
-        self._places = {answer: place for place, answer in enumerate(frames.frames)}
+        self._writer, self.number, self.when_late = writer, number, when_late
+        self._order = {answer: place for place, answer in enumerate(frames.frames)}
+        self._places: dict[Answer, int] = {}
         self.is_written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_written.add_done_callback(_look_at)  # nobody may wait for it
 
@@ -130,15 +131,18 @@ class LentStream:
         if self.is_written.done():
             self.is_written.result()
 
-    def add(self, chunk: StreamChunk) -> None:
-        """Have the tokens of a chunk written."""
-        ids = spelled(chunk.token_ids, chunk.finish_reason, chunk.matched, self._params)
-        if ids:
-            self._writer.send(tokens_record(self.number, self._place(chunk), ids))
+    def add(self, answer: Answer, token_ids: Sequence[int]) -> int:
+        """Have tokens of an answer written. Returns its place."""
+        place = self._places.get(answer)
+        if place is None:
+            place = self._places[answer] = self._order[answer.request.index, answer.sample_index]
+        if token_ids:
+            self._writer.send(tokens_record(self.number, place, token_ids))
+        return place
 
-    def end(self, chunk: StreamChunk, piece: bytes, *, is_last: bool) -> None:
-        """Have `piece` written after the text of the chunk's answer. `is_last`: the stream ends with it."""
-        self._writer.send(end_record(self.number, self._place(chunk), piece, is_last=is_last))
+    def end(self, place: int, piece: bytes, *, is_last: bool) -> None:
+        """Have `piece` written after the text of the answer there. `is_last`: the stream ends with it."""
+        self._writer.send(end_record(self.number, place, piece, is_last=is_last))
 
     def fail(self, piece: bytes) -> None:
         """Have `piece` written in the end."""
@@ -147,9 +151,6 @@ class LentStream:
     def close(self) -> None:
         """Have the connection back, whatever was written."""
         self._writer.close(self.number)
-
-    def _place(self, chunk: StreamChunk) -> int:
-        return self._places[chunk.prompt_index, chunk.index]
 
 
 def _look_at(written: asyncio.Future[None]) -> None:
@@ -224,13 +225,13 @@ class _Writer:
             self.send(record(Kind.CLOSE, number))
 
     def send(self, sent: bytes) -> None:
-        """Once for all records of a turn of the loop."""
+        """Once for all records of a pass, whose streams are told of it in several turns of the loop."""
         if self._has_ended or self._loop is None:
             return
         self._unsent += sent
         if not (self._flushes or self._waits):
             self._flushes = True
-            self._loop.call_soon(self._flush)
+            self._loop.call_later(_TOGETHER_SECONDS, self._flush)
 
     def _flush(self) -> None:
         self._flushes = False
