@@ -152,9 +152,7 @@ def _assembled(
     if config.pipeline_parallel_size > 1 and not on_gpu:  # this rank computes later than is planned
         rows, own_rows = ReqToTokenPool(rows.max_requests, rows.max_context_len), rows
     runner = rank.runner if followers is None else LeadingRunner(rank.runner, followers, own_rows)
-    cache = PrefixCache(
-        rows, kv_pool.allocator, host_slots=host, enabled=enabled, force_miss=config.force_miss
-    )
+    cache = PrefixCache(rows, kv_pool.allocator, host_slots=host, enabled=enabled, force_miss=config.force_miss)
     part = rank.kv_part
     storage = CacheStorage(cache, part, None if followers is None else KeptParts(followers, part))
     running, chunk, policy = limits.max_running_requests, limits.chunked_prefill_size, config.schedule_policy

@@ -155,14 +155,13 @@ class StreamCall(PendingCall[Note]):
                 params = note.answer.request.params
                 yield note.answer, [*spelled(chunk.token_ids, chunk.finish_reason, chunk.matched, params)], chunk
             else:
-                yield note.answer, self._new_ids(note.answer, note.end), None
+                yield note.answer, self._new_ids(note.answer, note.end)[1], None
 
-    def _new_ids(self, answer: Answer, end: int) -> list[int]:
-        """The tokens of an answer that were not taken yet."""
+    def _new_ids(self, answer: Answer, end: int) -> tuple[int, list[int]]:
+        """Where the tokens of an answer begin that were not taken yet, and these."""
         first = self._taken.get(answer, answer.request.prompt_len)
         self._taken[answer] = end
-        ids: list[int] = answer.tokens_between(first, end).tolist()
-        return ids
+        return first, answer.tokens_between(first, end).tolist()
 
     def take_texts_back(self) -> None:
         """Undo `lend_texts`, before chunks were taken."""
@@ -190,8 +189,7 @@ class StreamCall(PendingCall[Note]):
     def _chunk(self, note: Note) -> StreamChunk:
         answer, end, is_last, text, output = note
         request = answer.request
-        ids = self._new_ids(answer, end)
-        first = end - len(ids)
+        first, ids = self._new_ids(answer, end)
         reason, matched = answer.ending() if is_last else (None, None)
         return StreamChunk(
             self._text(answer, ids, reason, matched) if text is None else text,

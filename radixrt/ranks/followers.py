@@ -277,7 +277,5 @@ def start_followers(config: RuntimeConfig, device: torch.device) -> Followers:
         return Followers(config, [device] * size)
     first = torch.cuda.current_device() if device.index is None else device.index
     if first + size > (count := torch.cuda.device_count()):
-        raise ParameterError(
-            f"{config.told_ranks}, from cuda:{first} on, but torch sees {count} CUDA devices"
-        )
+        raise ParameterError(f"{config.told_ranks}, from cuda:{first} on, but torch sees {count} CUDA devices")
     return Followers(config, [torch.device("cuda", first + rank) for rank in range(size)])
