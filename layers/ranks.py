@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from triton_ops.ranks.peer_sum import PeerSum
+
 _SUM: Any = c10d.AllreduceOptions()
 _GATHER: Any = c10d.AllgatherOptions()  # type: ignore[attr-defined]
 for _options in (_SUM, _GATHER):
@@ -22,6 +24,7 @@ class Ranks:
 
     Attributes:
         group: torch's process group, NCCL's on GPUs, Gloo's on CPUs; None: of one rank.
+        peers: sums parts that it takes, in the order of ranks, in float32; None: the group sums all.
         ordered: sums are taken in the order of ranks, in float32. Otherwise the order, and so the bits of a sum of
             more than two, may depend on where in a tensor an element is, and on the tensor's size.
     """
@@ -29,6 +32,7 @@ class Ranks:
     rank: int = 0
     size: int = 1
     group: Any = None
+    peers: PeerSum | None = None
     ordered: bool = False
 
     @property
@@ -43,6 +47,8 @@ class Ranks:
         """The sum of all ranks' parts, of the same bits on each, in the place of `part`, which is contiguous."""
         if self.is_alone:
             return part
+        if self.peers is not None and self.peers.takes(part):
+            return self.peers(part)
         if not self.ordered:
             _wait(self.group.allreduce([part], _SUM))
             return part

@@ -9,7 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +19,9 @@ import torch.distributed.distributed_c10d as c10d
 from layers.ranks import ALONE as ALONE_IN_LAYERS
 from layers.ranks import Ranks
 from layers.stages import WHOLE, Link, Stage, TokenReceiver, TokenSender
+from radixrt.ranks.shared_memory import reaches_all, shared_memory
+from triton_ops.implementation import runs_triton
+from triton_ops.ranks.peer_sum import PeerSum
 
 _HOST = "127.0.0.1"
 ABORT_SECONDS = 10.0
@@ -138,7 +141,18 @@ def joined(store: Any, rank: int, shape: Shape, device: torch.device) -> RankGro
     own = _stage(group, stage, place, shape.num_stages)
     if device.type == "cuda":
         _connect(ranks, own, device)
-    return RankGroup(ranks, own, shape, control, tuple(groups))
+    group_of_all = RankGroup(ranks, own, shape, control, tuple(groups))
+    return group_of_all if device.type != "cuda" else _with_peers(group_of_all, store, device)
+
+
+def _with_peers(group: RankGroup, store: Any, device: torch.device) -> RankGroup:
+    """The group, with sums by a kernel of ours if all ranks reach the memory of those in their stage."""
+    ranks = group.ranks
+    reaches = runs_triton("auto", device) and reaches_all(ranks.rank, ranks.size, device)
+    if not group.least(int(reaches)) or ranks.is_alone:
+        return group
+    own = c10d.PrefixStore(f"stage {group.stage.index}", store)
+    return replace(group, ranks=replace(ranks, peers=PeerSum(shared_memory(own, ranks.rank, ranks.size, device))))
 
 
 def _nccl(store: Any, name: str, rank: int, size: int) -> Any:

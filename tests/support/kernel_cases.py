@@ -51,6 +51,7 @@ from triton_ops.moe.topk_sigmoid import topk_sigmoid
 from triton_ops.moe.topk_softmax import topk_softmax
 from triton_ops.norms.layer_norm import add_layer_norm, layer_norm
 from triton_ops.norms.rms_norm import add_rms_norm, quantised_rms_norm, rms_norm, rms_norm_add
+from triton_ops.ranks.peer_sum import PeerMemory, PeerSum
 from triton_ops.row_tables import known_tokens, write_cells
 from triton_ops.sampling.filtered_logits import filtered_logits
 from triton_ops.sampling.logit_masks import add_bias, apply_bitmask, ban_tokens, keep_only, mask_rows
@@ -111,6 +112,7 @@ def kernel_cases() -> Iterator[KernelCase]:
     yield from _sampling_cases()
     yield from _kv_copy_cases()
     yield from _row_table_cases()
+    yield from _peer_cases()
 
 
 # --- attention ---
@@ -887,3 +889,15 @@ def _row_table_cases() -> Iterator[KernelCase]:
     yield KernelCase(write_cells, "cells", partial(write, table, ids, ids, ids), few=True)
     yield KernelCase(write_cells, "one column", partial(write, last_token[:, None], ids, None, ids), few=True)
     yield KernelCase(known_tokens, "512 ids", partial(know, ids, last_token), few=True)
+
+
+# --- sums over cards ---
+
+
+def _peer_cases() -> Iterator[KernelCase]:
+    """Of a decode's hidden states, for the last of the ranks."""
+    for dtype, num_ranks in ((torch.bfloat16, 2), (torch.float16, 4), (torch.float32, 8)):
+        data, signals = [torch.empty(2**20, dtype=torch.uint8)] * num_ranks, [torch.empty(64)] * num_ranks
+        peers = PeerSum(PeerMemory(num_ranks - 1, data, signals, torch.empty(4, dtype=torch.int32)))
+        part = torch.empty(64, 1024, dtype=dtype)
+        yield KernelCase(PeerSum, f"{num_ranks} ranks", partial(peers, part), few=num_ranks == 2)
