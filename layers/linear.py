@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from layers.place import Packed, Place
 from layers.placement import Layer, Placement
 from layers.products import Product
+from layers.ranks import Addend
 from layers.weight import Weight
 from triton_ops.activations.quantised_rows import QuantisedRows
 
@@ -42,13 +43,16 @@ class Linear(Layer):
         """Of the weight: who makes x may quantise it so."""
         return self.weight.input_groups
 
-    def forward(self, x: Tensor | QuantisedRows, *, split_k_ok: bool = False) -> Tensor:
+    def forward(self, x: Tensor | QuantisedRows, *, split_k_ok: bool = False) -> Addend:
         """`x [..., in_features]` to `[..., out_features]`.
 
         With `split_k_ok`, for callers that can add parts (`RMSNorm.add`), the result may be float32 parts
         `[P, num_tokens, out_features]`, where `split_k_linear` is faster: on a GPU, for small batches, unless the
-        layer is deterministic.
+        layer is deterministic. Of several ranks it may be a RankPart then.
         """
+        return self._product(x, split_k_ok=split_k_ok)
+
+    def _product(self, x: Tensor | QuantisedRows, *, split_k_ok: bool) -> Tensor:
         return self.weight.product(x, self.added_bias, ordered=self.product, split_k_ok=split_k_ok)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
@@ -75,9 +79,10 @@ class SummedLinear(Linear):
     def added_bias(self) -> nn.Parameter | None:
         return self.bias if self.ranks.rank == 0 else None
 
-    def forward(self, x: Tensor | QuantisedRows, *, split_k_ok: bool = False) -> Tensor:
-        """As `Linear.forward`; of several ranks the sum, which is never in parts."""
-        return self.ranks.summed(super().forward(x, split_k_ok=split_k_ok and self.ranks.is_alone))
+    def forward(self, x: Tensor | QuantisedRows, *, split_k_ok: bool = False) -> Addend:
+        """As `Linear.forward`; of several ranks the sum."""
+        part = self._product(x, split_k_ok=split_k_ok and self.ranks.is_alone)
+        return self.ranks.addend(part) if split_k_ok else self.ranks.summed(part)
 
 
 class StackedLinear(Linear):

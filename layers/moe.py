@@ -11,6 +11,7 @@ from layers.linear import Linear
 from layers.place import Filled, LeftPlain, Place
 from layers.placement import Layer, Placement
 from layers.quantization import Quantization, Scales, held_places, plain_places
+from layers.ranks import Addend
 from triton_ops.activations.quantised_rows import BLOCK
 from triton_ops.activations.silu_and_mul import silu_and_mul
 from triton_ops.e4m3 import E4M3
@@ -141,11 +142,12 @@ class SparseMoE(Layer):
         """As `Linear.input_groups`: its router and its experts read the same tokens."""
         return None
 
-    def forward(self, x: Tensor, *, split_k_ok: bool = False) -> Tensor:
+    def forward(self, x: Tensor, *, split_k_ok: bool = False) -> Addend:
         """`x [num_tokens, hidden_size]` to the same shape, or to parts if they are allowed: see `moe`. Of several
-        ranks it is the sum.
+        ranks it is the sum, or a RankPart if parts are allowed.
         """
-        return self.ranks.summed(self.of_rank(x, parts_ok=split_k_ok and self.ranks.is_alone))
+        part = self.of_rank(x, parts_ok=split_k_ok and self.ranks.is_alone)
+        return self.ranks.addend(part) if split_k_ok else self.ranks.summed(part)
 
     def of_rank(self, x: Tensor, *, parts_ok: bool = False) -> Tensor:
         """`forward`, before ranks are summed."""

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from layers.placement import Layer, Placement
 from layers.products import Product
+from layers.ranks import Addend, RankPart, whole
 from triton_ops.activations.quantised_rows import QuantisedRows
 from triton_ops.norms.rms_norm import add_rms_norm, normed_by, quantised_rms_norm, rms_norm, rms_norm_add
 
@@ -28,18 +29,22 @@ class RMSNorm(Layer):
         """`x [..., size]`, normed."""
         return rms_norm(x, self.weight, self.eps, offset=self.offset, impl=self.impl)
 
-    def add(self, x: Tensor, residual: Tensor, *, before: RMSNorm | None = None) -> tuple[Tensor, Tensor]:
+    def add(self, x: Addend, residual: Tensor, *, before: RMSNorm | None = None) -> tuple[Tensor, Tensor]:
         """`x + residual` normed, and the sum, the next residual. `x` may be parts: see `Linear.forward`.
         With a norm `before`, of the same kind, x is `before(x)`.
         """
+        if isinstance(x, RankPart):
+            if self.accepts_split_k and before is None:
+                return x.peers.add_rms_norm(x.part, residual, self.weight, self.eps)
+            x = whole(x)
         first = None if before is None else before.weight
         return add_rms_norm(x, residual, self.weight, self.eps, offset=self.offset, before=first, impl=self.impl)
 
-    def quantised(self, x: Tensor, residual: Tensor | None, *, groups: bool) -> tuple[QuantisedRows, Tensor]:
+    def quantised(self, x: Addend, residual: Tensor | None, *, groups: bool) -> tuple[QuantisedRows, Tensor]:
         """`add`, or without a residual `forward` and x, for a layer that quantises its input: see
         `Linear.input_groups`.
         """
-        args = x, residual, self.weight, self.eps
+        args = whole(x), residual, self.weight, self.eps
         return quantised_rms_norm(*args, groups=groups, offset=self.offset, impl=self.impl)
 
     def onto(self, x: Tensor, residual: Tensor) -> Tensor:

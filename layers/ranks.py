@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +43,12 @@ class Ranks:
         """Those that hold so many rows in equal parts: these, or where the parts would not be equal, one alone."""
         return self if num_rows % self.size == 0 else ALONE
 
+    def addend(self, part: Tensor) -> Addend:
+        """`summed`, or what `RMSNorm.add` takes where it sums in its own kernel."""
+        if self.peers is not None and not self.is_alone and self.peers.takes_rows(part):
+            return RankPart(part, self.peers)
+        return self.summed(part)
+
     def summed(self, part: Tensor) -> Tensor:
         """The sum of all ranks' parts, of the same bits on each, in the place of `part`, which is contiguous."""
         if self.is_alone:
@@ -72,6 +78,31 @@ class Ranks:
         parts = part.new_empty(self.size * len(part), *part.shape[1:])
         _wait(self.group._allgather_base(parts, part.contiguous(), _GATHER))
         return parts.view(self.size, *part.shape)
+
+
+class RankPart(NamedTuple):
+    """A rank's part of a sum, which was not made yet.
+
+    Attributes:
+        part: `[num_tokens, size]`, contiguous.
+        peers: sum it.
+    """
+
+    part: Tensor
+    peers: PeerSum
+
+    def summed(self) -> Tensor:
+        """The sum, in the part's place."""
+        return self.peers(self.part)
+
+
+Addend = Tensor | RankPart
+"""What `RMSNorm.add` adds to a residual."""
+
+
+def whole(addend: Addend) -> Tensor:
+    """With the sum made."""
+    return addend.summed() if isinstance(addend, RankPart) else addend
 
 
 ALONE = Ranks()

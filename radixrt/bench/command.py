@@ -59,7 +59,7 @@ def _add_benchmark(benchmarks: Any, name: str, **texts: Any) -> argparse.Argumen
 
 
 def _add_bound(parser: argparse.ArgumentParser) -> None:
-    option = parser.add_argument_group("bound: for an unknown device").add_argument
+    option = parser.add_argument_group("bound: for an unknown device, of one card").add_argument
     option("--bandwidth", type=float, metavar="BYTES/S", help="of its memory, such as 4.26e12")
     option("--flops", type=float, metavar="OPS/S", help="dense products of the dtype, such as 790e12")
 
@@ -244,6 +244,8 @@ def _add_throughput(benchmarks: Any) -> None:
     option("--device", metavar="DEVICE", help="such as cpu, cuda or cuda:1")
     option("--quantization", choices=("fp8",), help="of weights, as they are loaded; not of a baseline's (none)")
     option("--kv-dtype", choices=("auto", "fp8"), help="of KV; not of a baseline's (that of the weights)")
+    option("--tp", type=int, metavar="N", help="cards that hold the model together; not a baseline's (1)")
+    option("--pp", type=int, metavar="N", help="stages of its layers, each on so many cards (1)")
 
     option = parser.add_argument_group("further measurements in the same run").add_argument
     option("--no-prefix-cache", action="store_true", help="again without the prefix cache")

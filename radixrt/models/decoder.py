@@ -23,6 +23,7 @@ from layers.norm import JointRMSNorm, RMSNorm
 from layers.place import Place
 from layers.placement import Placement
 from layers.radix_attention import KVCache, RadixAttention
+from layers.ranks import Addend, whole
 from layers.vocabulary import Embedding, LogitsHead
 from layers.weight import Weight
 from radixrt.models.config import ModelConfig
@@ -121,14 +122,14 @@ class Attention(nn.Module):
 
     def forward(
         self, hidden: Hidden, metadata: InputMetadata, kv_pool: KVCache, *, split_k_ok: bool = False
-    ) -> Tensor:
+    ) -> Addend:
         """`hidden [T, hidden_size]` to the same shape, or to parts if they are allowed: see `Linear.forward`."""
         q, k, v = self.qkv(hidden).unflatten(1, (-1, self.head_dim)).split(self.num_heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None and not self.norms_each_head:
             q = self.q_norm(q.flatten(1)).view(q.shape)
             k = self.k_norm(k.flatten(1)).view(k.shape)
         attended = self.attention(q, k, v, metadata, kv_pool).flatten(1)
-        out: Tensor = self.output(attended, split_k_ok=split_k_ok)
+        out: Addend = self.output(attended, split_k_ok=split_k_ok)
         return out
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
@@ -168,7 +169,7 @@ class FeedForward(nn.Module):
         """As `Linear.input_groups`."""
         return self.gate_up.input_groups
 
-    def forward(self, hidden: Hidden, *, split_k_ok: bool = False) -> Tensor:
+    def forward(self, hidden: Hidden, *, split_k_ok: bool = False) -> Addend:
         """`hidden [T, hidden_size]` to the same shape, or to parts if they are allowed: see `Linear.forward`."""
         gated: Hidden | None = self.gate_up.weight.silu_gated(hidden) if self.fuses else None
         if gated is None:
@@ -177,7 +178,7 @@ class FeedForward(nn.Module):
                 gated = quantised_silu_and_mul(product, groups=groups, impl=self.impl)
             else:
                 gated = self.activation(product)
-        out: Tensor = self.down(gated, split_k_ok=split_k_ok)
+        out: Addend = self.down(gated, split_k_ok=split_k_ok)
         return out
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
@@ -216,8 +217,8 @@ class Block(nn.Module):
         self.feed_forward = feed_forward
 
     def forward(
-        self, hidden: Tensor, residual: Tensor | None, metadata: InputMetadata, kv_pool: KVCache
-    ) -> tuple[Tensor, Tensor | None]:
+        self, hidden: Addend, residual: Tensor | None, metadata: InputMetadata, kv_pool: KVCache
+    ) -> tuple[Addend, Tensor | None]:
         """The layer's input is `hidden + residual`, or `hidden` alone before the first; so is its output. Beside a
         residual, `hidden` may be parts: only the `add` of a norm reads it.
         """
@@ -234,12 +235,13 @@ class Block(nn.Module):
 
 
 def _normed(
-    norm: RMSNorm, hidden: Tensor, residual: Tensor | None, consumer: Attention | FeedForward | SparseMoE
+    norm: RMSNorm, hidden: Addend, residual: Tensor | None, consumer: Attention | FeedForward | SparseMoE
 ) -> tuple[Hidden, Tensor]:
     """`hidden`, plus the residual if there is one, normed as its only consumer takes it; and the sum."""
     if consumer.input_groups is not None:
         return norm.quantised(hidden, residual, groups=consumer.input_groups)
     if residual is None:
+        hidden = whole(hidden)
         return norm(hidden), hidden
     return norm.add(hidden, residual)
 
@@ -344,19 +346,20 @@ class Decoder(nn.Module):
         Returns the hidden states after the last norm, or those to be handed on, of the same kind. With
         `num_blocks` only the first blocks run, to warm up their kernels: the result means nothing then.
         """
-        hidden: Tensor = self.embedding(input_ids) if handed is None else handed
+        hidden: Addend = self.embedding(input_ids) if handed is None else handed
         residual: Tensor | None = None
         for block in islice(self.blocks, num_blocks):
             hidden, residual = block(hidden, residual, metadata, kv_pool)
         return self.final_norm(hidden, residual) if self.stage.is_last else self.handed_on(hidden, residual)
 
-    def handed_on(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
+    def handed_on(self, hidden: Addend, residual: Tensor | None) -> Tensor:
         """The output of the stage's last layer, `[T, hidden_size]`."""
+        hidden = whole(hidden)
         if residual is None:
             return hidden
         return residual + (hidden.sum(0).to(residual.dtype) if hidden.dim() == 3 else hidden)  # it may be parts
 
-    def final_norm(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
+    def final_norm(self, hidden: Addend, residual: Tensor | None) -> Tensor:
         """Normalise the last layer's output."""
         normed: Tensor = self.norm(hidden) if residual is None else self.norm.add(hidden, residual)[0]
         return normed

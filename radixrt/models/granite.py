@@ -15,6 +15,7 @@ from layers.input_metadata import InputMetadata
 from layers.place import Place
 from layers.placement import Placement
 from layers.radix_attention import KVCache
+from layers.ranks import Addend, whole
 from layers.vocabulary import Embedding, LogitsHead
 from radixrt.errors import ModelError
 from radixrt.models.config import ModelConfig, read_attention
@@ -48,10 +49,11 @@ class GraniteBlock(Block):
         self.factor = factor
 
     def forward(
-        self, hidden: Tensor, residual: Tensor | None, metadata: InputMetadata, kv_pool: KVCache
+        self, hidden: Addend, residual: Tensor | None, metadata: InputMetadata, kv_pool: KVCache
     ) -> tuple[Tensor, Tensor]:
         if residual is None:
-            hidden, residual = self.attention_norm(hidden), hidden
+            residual = whole(hidden)
+            hidden = self.attention_norm(residual)
         else:
             hidden, residual = self.attention_norm.add(hidden, residual)
         hidden = self.attention(hidden, metadata, kv_pool) * self.factor

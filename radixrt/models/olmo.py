@@ -9,6 +9,7 @@ from torch import Tensor
 from layers.input_metadata import InputMetadata
 from layers.norm import JointRMSNorm, RMSNorm
 from layers.radix_attention import KVCache
+from layers.ranks import Addend, whole
 from radixrt.models.decoder import Attention, Block, Decoder
 
 
@@ -25,8 +26,9 @@ class Olmo2Block(Block):
     )
 
     def forward(
-        self, hidden: Tensor, residual: Tensor | None, metadata: InputMetadata, kv_pool: KVCache
+        self, hidden: Addend, residual: Tensor | None, metadata: InputMetadata, kv_pool: KVCache
     ) -> tuple[Tensor, None]:
+        hidden = whole(hidden)
         hidden = self.attention_norm.onto(self.attention(hidden, metadata, kv_pool), hidden)
         return self.feed_forward_norm.onto(self.feed_forward(hidden), hidden), None
 

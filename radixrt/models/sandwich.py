@@ -10,6 +10,7 @@ from torch import Tensor
 from layers.input_metadata import InputMetadata
 from layers.norm import RMSNorm
 from layers.radix_attention import KVCache
+from layers.ranks import Addend, whole
 from radixrt.models.decoder import Block, Decoder
 
 
@@ -45,10 +46,11 @@ class SandwichBlock(Block):
         self.after_feed_forward_norm = after_feed_forward_norm
 
     def forward(
-        self, hidden: Tensor, residual: Tensor | None, metadata: InputMetadata, kv_pool: KVCache
+        self, hidden: Addend, residual: Tensor | None, metadata: InputMetadata, kv_pool: KVCache
     ) -> tuple[Tensor, Tensor]:
         if residual is None:
-            hidden, residual = self.attention_norm(hidden), hidden
+            residual = whole(hidden)
+            hidden = self.attention_norm(residual)
         else:
             hidden, residual = self.attention_norm.add(hidden, residual, before=self.entry_norm)
         hidden = self.attention(hidden, metadata, kv_pool)
@@ -73,11 +75,11 @@ class SandwichDecoder(Decoder):
             after_feed_forward_norm=self.build_norm(size),
         )
 
-    def handed_on(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
+    def handed_on(self, hidden: Addend, residual: Tensor | None) -> Tensor:
         assert residual is not None
-        return self._exit_norm().onto(hidden, residual)
+        return self._exit_norm().onto(whole(hidden), residual)
 
-    def final_norm(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
+    def final_norm(self, hidden: Addend, residual: Tensor | None) -> Tensor:
         assert residual is not None
         return self.norm.add(hidden, residual, before=self._exit_norm())[0]
 

@@ -897,7 +897,9 @@ def _row_table_cases() -> Iterator[KernelCase]:
 def _peer_cases() -> Iterator[KernelCase]:
     """Of a decode's hidden states, for the last of the ranks."""
     for dtype, num_ranks in ((torch.bfloat16, 2), (torch.float16, 4), (torch.float32, 8)):
-        data, signals = [torch.empty(2**20, dtype=torch.uint8)] * num_ranks, [torch.empty(64)] * num_ranks
-        peers = PeerSum(PeerMemory(num_ranks - 1, data, signals, torch.empty(4, dtype=torch.int32)))
+        data, signals = [torch.empty(2**20, dtype=torch.uint8)] * num_ranks, [torch.empty(4096)] * num_ranks
+        peers = PeerSum(PeerMemory(num_ranks - 1, data, signals, torch.empty(3, dtype=torch.int64)))
         part = torch.empty(64, 1024, dtype=dtype)
         yield KernelCase(PeerSum, f"{num_ranks} ranks", partial(peers, part), few=num_ranks == 2)
+        normed = partial(peers.add_rms_norm, part, part, part[0], 1e-6)
+        yield KernelCase(PeerSum, f"{num_ranks} ranks, normed", normed, few=num_ranks == 2)

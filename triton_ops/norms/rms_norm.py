@@ -219,7 +219,7 @@ def _rms_norm_kernel(
     if before_ptr is not None:
         if early:
             before = tl.load(before_ptr + same, mask=mask, other=0.0)
-        scale = _scale(x, eps, SIZE)
+        scale = row_scale(x, eps, SIZE)
         if not early:
             before = tl.load(before_ptr + same, mask=mask, other=0.0)
         x = weighted(x.to(tl.float32) * scale, before, dtype, OFFSET)
@@ -230,7 +230,7 @@ def _rms_norm_kernel(
         x = (x.to(tl.float32) + other.to(tl.float32)).to(dtype)
         tl.store(sum_ptr + row * SIZE + col, x, mask=mask)
     if weight_ptr is not None:
-        scale = _scale(x, eps, SIZE)
+        scale = row_scale(x, eps, SIZE)
         if not early:
             weight = tl.load(weight_ptr + same, mask=mask, other=0.0)
         normed = weighted(x.to(tl.float32) * scale, weight, dtype, OFFSET)
@@ -253,7 +253,7 @@ def _rms_norm_kernel(
 
 
 @triton.jit
-def _scale(x, eps, SIZE: tl.constexpr):
+def row_scale(x, eps, SIZE: tl.constexpr):
     """The factors that norm the rows."""
     wide = x.to(tl.float32)
     return tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / SIZE + eps)

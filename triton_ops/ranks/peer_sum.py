@@ -1,8 +1,10 @@
 """Sums over GPUs by one kernel: each writes its part into the others' memory, signals, and adds what has come.
 
 All ranks do the same at once, as in the one-shot all-reduce of TensorRT-LLM. Addends are in the order of ranks, on
-each of them and for each size.
+each of them and for each size. The addition of a residual and the norm after it are of the same kernel.
 """
+
+# Tests: tests/triton_ops/ranks/test_peer_sum.py
 
 from __future__ import annotations
 
@@ -13,11 +15,14 @@ import torch
 from torch import Tensor
 
 from triton_ops.implementation import cdiv, tl, triton
+from triton_ops.norms.rms_norm import row_scale, weighted
+from triton_ops.tuning import row_blocks
 
-BLOCK = 2048  # elements of a program
+BLOCK = 2048  # elements of a program that only adds
 # Attempts at a signal, of about a microsecond each: then its rank is given up, and so are all later ones.
 PATIENCE = 10_000_000
-_COUNTERS = 4  # of a rank by itself: sums begun, programs of the last one that have ended, whether it gave up
+_LEAST_BYTES = 1024  # of a program's part
+_COUNTERS = 3  # of a rank by itself: sums that have ended, programs of this one that have, whether it gave up
 
 
 @dataclass(frozen=True)
@@ -27,8 +32,8 @@ class PeerMemory:
     Attributes:
         rank: the own one.
         data: of each rank, uint8: two places for a part of each rank.
-        signals: of each rank, int32 `[programs, ranks]`, zeros.
-        counters: its own, int32 `[4]`, zeros.
+        signals: of each rank, int64 `[programs, ranks]`, zeros: the latest sum for which a rank's part is there.
+        counters: its own, int64 `[3]`, zeros.
     """
 
     rank: int
@@ -40,9 +45,8 @@ class PeerMemory:
     def own(num_ranks: int, num_bytes: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """`data`, `signals` and `counters` of one rank, for parts of up to so many bytes."""
         data = torch.empty(2 * num_ranks * num_bytes, dtype=torch.uint8, device=device)
-        programs = cdiv(num_bytes // 2, BLOCK)
-        signals = torch.zeros(programs * num_ranks, dtype=torch.int32, device=device)
-        return data, signals, torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+        signals = torch.zeros(cdiv(num_bytes, _LEAST_BYTES) * num_ranks, dtype=torch.int64, device=device)
+        return data, signals, torch.zeros(_COUNTERS, dtype=torch.int64, device=device)
 
     def addresses(self) -> Tensor:
         """Of data and signals, int64 `[2, ranks]`, on the device."""
@@ -55,31 +59,65 @@ class PeerSum:
 
     def __init__(self, memory: PeerMemory, patience: int = PATIENCE) -> None:
         self._memory, self._addresses, self._patience = memory, memory.addresses(), patience
-        self.num_bytes = memory.data[memory.rank].numel() // (2 * len(memory.data))
+        self._size = len(memory.data)
+        self.num_bytes = memory.data[memory.rank].numel() // (2 * self._size)
+        self._most_programs = memory.signals[memory.rank].numel() // self._size
 
     def takes(self, part: Tensor) -> bool:
         """Whether a part fits."""
         return part.is_floating_point() and part.itemsize >= 2 and part.nbytes <= self.num_bytes
 
+    def takes_rows(self, part: Tensor) -> bool:
+        """Whether `add_rms_norm` takes a part `[num_tokens, size]`."""
+        return self.takes(part) and part.dim() == 2 and len(part) <= self._most_programs
+
     def __call__(self, part: Tensor) -> Tensor:
         """The sum of the ranks' parts, in the place of `part`, which is contiguous."""
-        memory = self._memory
-        if not (num_programs := cdiv(part.numel(), BLOCK)):
-            return part
-        _peer_sum_kernel[(num_programs,)](
-            part,
-            self._addresses,
-            memory.counters,
-            part.numel(),
-            self.num_bytes // part.itemsize,
-            num_programs,
-            self._patience,
-            RANK=memory.rank,
-            SIZE=len(memory.data),
-            BLOCK=BLOCK,
-            num_warps=8,
-        )
+        num_programs = cdiv(part.numel(), BLOCK)
+        if num_programs:
+            _peer_sum_kernel[(num_programs,)](
+                part,
+                *self._arguments(part, num_programs),
+                part.numel(),
+                **self._constants,
+                BLOCK=BLOCK,
+                num_warps=8,
+            )
         return part
+
+    def add_rms_norm(self, part: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """`triton_ops.norms.rms_norm.add_rms_norm` of the sum of the ranks' parts, rounded to their dtype; all
+        `[num_tokens, size]`, contiguous and of one dtype.
+        """
+        num_rows, size = part.shape
+        normed, total = torch.empty_like(part), torch.empty_like(part)
+        if num_rows:
+            block, rows, num_warps = row_blocks(size, part.dtype)
+            num_programs = cdiv(num_rows, rows)
+            _peer_add_rms_norm_kernel[(num_programs,)](
+                part,
+                *self._arguments(part, num_programs),
+                residual,
+                weight,
+                normed,
+                total,
+                num_rows,
+                eps,
+                **self._constants,
+                WIDTH=size,
+                BLOCK=block,
+                ROWS=rows,
+                num_warps=num_warps,
+            )
+        return normed, total
+
+    def _arguments(self, part: Tensor, num_programs: int) -> tuple[object, ...]:
+        places = self.num_bytes // part.itemsize
+        return self._addresses, self._memory.counters, places, num_programs, self._patience
+
+    @property
+    def _constants(self) -> dict[str, int]:
+        return {"RANK": self._memory.rank, "SIZE": self._size}
 
 
 @triton.jit(do_not_specialize=["num_programs", "patience"])
@@ -87,49 +125,100 @@ def _peer_sum_kernel(
     part_ptr,
     addresses_ptr,
     counters_ptr,
-    size,
     most,
     num_programs,
     patience,
+    size,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    pid = tl.program_id(0)
-    offs = pid.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < size
     own = tl.load(part_ptr + offs, mask=mask, other=0.0)
+    total = _total(own, offs, mask, addresses_ptr, counters_ptr, most, patience, RANK, SIZE)
+    tl.store(part_ptr + offs, total.to(own.dtype), mask=mask)
+    _end(counters_ptr, num_programs)
+
+
+@triton.jit(do_not_specialize=["num_programs", "patience", "num_rows"])
+def _peer_add_rms_norm_kernel(
+    part_ptr,
+    addresses_ptr,
+    counters_ptr,
+    most,
+    num_programs,
+    patience,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    sum_ptr,
+    num_rows,
+    eps,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    col = tl.arange(0, BLOCK)[None, :]
+    mask = (row < num_rows) & (col < WIDTH)
+    offs = row * WIDTH + col
+    own = tl.load(part_ptr + offs, mask=mask, other=0.0)
+    total = _total(own, offs, mask, addresses_ptr, counters_ptr, most, patience, RANK, SIZE)
+    dtype = own.dtype
+    other = tl.load(residual_ptr + offs, mask=mask, other=0.0)
+    weight = tl.load(weight_ptr + tl.zeros_like(row) + col, mask=mask, other=0.0)
+    x = (total.to(dtype).to(tl.float32) + other.to(tl.float32)).to(dtype)
+    tl.store(sum_ptr + offs, x, mask=mask)
+    normed = weighted(x.to(tl.float32) * row_scale(x, eps, WIDTH), weight, dtype, None)
+    tl.store(out_ptr + offs, normed, mask=mask)
+    _end(counters_ptr, num_programs)
+
+
+@triton.jit
+def _total(own, offs, mask, addresses_ptr, counters_ptr, most, patience, RANK: tl.constexpr, SIZE: tl.constexpr):
+    """The sum of a program's part over ranks, in float32."""
+    pid = tl.program_id(0)
+    element = own.dtype
+    # Sums are counted: signals say of which one a part is there, and are never taken back.
+    nth = tl.load(counters_ptr, volatile=True) + 1
     # The place that the sum before did not use: others may still read that one.
-    parity = (tl.load(counters_ptr, volatile=True) & 1).to(tl.int64)
+    place = (nth & 1) * SIZE
     patience = tl.where(tl.load(counters_ptr + 2, volatile=True) != 0, 0, patience)
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            place = tl.load(addresses_ptr + peer).to(tl.pointer_type(part_ptr.dtype.element_ty))
-            tl.store(place + (parity * SIZE + RANK) * most + offs, own, mask=mask)
+            theirs = tl.load(addresses_ptr + peer).to(tl.pointer_type(element))
+            tl.store(theirs + (place + RANK) * most + offs, own, mask=mask)
     tl.debug_barrier()
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            signal = tl.load(addresses_ptr + SIZE + peer).to(tl.pointer_type(tl.int32)) + pid * SIZE + RANK
-            tries = 0
-            while (tl.atomic_cas(signal, 0, 1, sem="acq_rel", scope="sys") != 0) & (tries < patience):
-                tries += 1
-    total = tl.zeros([BLOCK], tl.float32)
-    received = tl.load(addresses_ptr + RANK).to(tl.pointer_type(part_ptr.dtype.element_ty))
-    signals = tl.load(addresses_ptr + SIZE + RANK).to(tl.pointer_type(tl.int32)) + pid * SIZE
+            signal = tl.load(addresses_ptr + SIZE + peer).to(tl.pointer_type(tl.int64)) + pid * SIZE + RANK
+            tl.atomic_xchg(signal, nth, sem="release", scope="sys")
+    total = tl.zeros_like(own).to(tl.float32)
+    received = tl.load(addresses_ptr + RANK).to(tl.pointer_type(element))
+    signals = tl.load(addresses_ptr + SIZE + RANK).to(tl.pointer_type(tl.int64)) + pid * SIZE
     for peer in tl.static_range(SIZE):
         if peer == RANK:
             total += own.to(tl.float32)
         else:
             tries = 0
-            while (tl.atomic_cas(signals + peer, 1, 0, sem="acq_rel", scope="sys") != 1) & (tries < patience):
+            zero = (nth * 0).to(tl.int64)
+            while (tl.atomic_add(signals + peer, zero, sem="acquire", scope="sys") < nth) & (tries < patience):
                 tries += 1
             if tries >= patience:
                 tl.store(counters_ptr + 2, 1)
             tl.debug_barrier()
-            place = received + (parity * SIZE + peer) * most + offs
-            total += tl.load(place, mask=mask, other=0.0, volatile=True).to(tl.float32)
-    tl.store(part_ptr + offs, total.to(part_ptr.dtype.element_ty), mask=mask)
-    # The last program to end turns the places.
-    if tl.atomic_add(counters_ptr + 1, 1, sem="acq_rel", scope="gpu") == num_programs - 1:
+            come = tl.load(received + (place + peer) * most + offs, mask=mask, other=0.0, volatile=True)
+            total += come.to(tl.float32)
+    return total
+
+
+@triton.jit
+def _end(counters_ptr, num_programs):
+    """The last program to end counts the sum."""
+    one = tl.full((), 1, tl.int64)
+    if tl.atomic_add(counters_ptr + 1, one, sem="acq_rel", scope="gpu") == num_programs - 1:
         tl.store(counters_ptr + 1, 0)
-        tl.atomic_add(counters_ptr, 1, sem="release", scope="gpu")
+        tl.atomic_add(counters_ptr, one, sem="release", scope="gpu")

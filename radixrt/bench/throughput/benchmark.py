@@ -37,6 +37,7 @@ from radixrt.bench.throughput.table import print_comparison, print_details, prin
 from radixrt.bench.throughput.transformers_batching import TransformersBatching
 from radixrt.execution.device import choose_device
 from radixrt.runtime import Runtime
+from radixrt.workloads.bound import DeviceSpeed
 from radixrt.workloads.lists import WorkloadPrompt
 from radixrt.workloads.programs import Program
 
@@ -55,6 +56,8 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
     console = wide_console(_WIDTH)
     named = ", ".join(f"{name} (random weights)" for name in options.subjects if name is not None)
     environment = environment_of(options.device, options.model or named)
+    if options.num_cards > 1:
+        environment["cards"] = f"{options.num_cards} ({options.tp} ranks, {options.pp} stages)"
     console.print(", ".join(f"{name} {value}" for name, value in environment.items()))
     shapes = [_shape_figures(config, options, environment["device"]) for config in options.subjects]
     with tqdm(total=_parts(options), unit=" runs", file=sys.stderr) as bar:
@@ -94,7 +97,10 @@ def _shape_figures(config: str | None, options: Options, device_name: str) -> Sh
     return ShapeFigures(
         config,
         options.model or f"{config} (random weights)",
-        [WorkloadFigures(name, goal_of(config, name, device_name)) for name in options.workloads],
+        [
+            WorkloadFigures(name, goal_of(config, name, device_name) if options.num_cards == 1 else None)
+            for name in options.workloads
+        ],
     )
 
 
@@ -151,6 +157,8 @@ class ShapeMeasurement:
             "device": options.device,
             "quantization": options.quantization,
             "kv_dtype": options.kv_dtype,
+            "tensor_parallel_size": options.tp,
+            "pipeline_parallel_size": options.pp,
             "seed": options.seed,
             "chunked_prefill_size": scale.chunked_prefill_size,
             "max_total_tokens": scale.max_total_tokens,
@@ -246,6 +254,9 @@ class ShapeMeasurement:
 
     def _run(self, runtime: Runtime, name: str, repetition: int) -> Run:
         speed = device_speed(self.device, self.options.bandwidth, self.options.flops)
+        if speed is not None:  # what goes from card to card takes no time in the bound
+            cards = self.options.num_cards
+            speed = DeviceSpeed(cards * speed.bandwidth, cards * speed.flops)
         return run_once(runtime, self._program(name, repetition), model_shape(runtime, "auto"), speed)
 
     def _warm_up(self, runtime: Runtime, name: str) -> None:

@@ -22,6 +22,7 @@ class Options:
         repeat: repetitions, each with fresh prompts and an empty cache; times are medians.
         seed: repetition r makes its prompts from the workload's own seed + run.SEED_STEP (seed + r).
         device, quantization, kv_dtype: as in `Runtime`; a baseline is not quantised.
+        tp, pp: `tensor_parallel_size` and `pipeline_parallel_size` of the Runtime.
         ablations: names, of ABLATIONS; everything is measured again with each.
         baseline: one of BASELINES, or None.
         baseline_limit: seconds after which a workload of the baseline is stopped.
@@ -29,7 +30,7 @@ class Options:
         step: measure the CPU's work in a decode step.
         start_up: measure a fresh process to its first token.
         trace: folder for traces of a prefill pass and of decode steps; None: no traces.
-        bandwidth, flops: of the device, in bytes/s and operations/s; both or, for a known device, neither.
+        bandwidth, flops: of one device, in bytes/s and operations/s; both or, for a known device, neither.
     """
 
     scale: str = "full"
@@ -41,6 +42,8 @@ class Options:
     device: str | None = None
     quantization: str | None = None
     kv_dtype: str = "auto"
+    tp: int = 1
+    pp: int = 1
     ablations: tuple[str, ...] = ()
     baseline: str | None = None
     baseline_limit: float = 120.0
@@ -68,10 +71,16 @@ class Options:
             raise ParameterError("model and config are both given; give one")
         check_int("repeat", self.repeat, 1, 1000)
         check_int("seed", self.seed, 0, 2**32)
+        check_int("tp", self.tp, 1, 64)
+        check_int("pp", self.pp, 1, 64)
         check_float("baseline_limit", self.baseline_limit, 0.0, 1e6, above=True)
         check_speed(self.bandwidth, self.flops)
         if self.trace is not None and not self.trace.is_dir():
             raise ParameterError(f"{self.trace} is no folder")
+
+    @property
+    def num_cards(self) -> int:
+        return self.tp * self.pp
 
     @property
     def subjects(self) -> tuple[str | None, ...]:
