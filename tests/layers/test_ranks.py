@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from layers.vocabulary import Embedding, LogitsHead
 from layers.weight import Weight
 from tests.support.interpreter import require_interpreter
 from tests.support.ranks import on_ranks
+from triton_ops.norms.rms_norm import add_rms_norm
 
 PLACEMENT = Placement(torch.float32, torch.device("cpu"))
 SIZES = pytest.mark.parametrize("size", [2, 4])
@@ -128,6 +129,74 @@ def test_only_one_rank_makes_parts_of_a_sum(monkeypatch: pytest.MonkeyPatch) -> 
 
     assert [found.item() for found in on_ranks(2, work)] == [0.0, 0.0]
     assert work(ALONE).item() == 1.0
+
+
+@dataclass
+class Peers:
+    """Sum rows of up to three tokens, by the group."""
+
+    ranks: Ranks
+    calls: list[str] = field(default_factory=list)
+
+    def takes(self, part: Tensor) -> bool:
+        return len(part) <= 3
+
+    takes_rows = takes
+
+    def __call__(self, part: Tensor) -> Tensor:
+        self.calls.append("sum")
+        return self.ranks.summed(part)
+
+    def add_rms_norm(self, part: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        self.calls.append("norm")
+        return add_rms_norm(self.ranks.summed(part), residual, weight, eps)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_norm_sums_parts(mixed: bool) -> None:
+    """If it is told to, if they fit, and if nothing else comes before."""
+    weight, x, residual = random(32, 32), random(3, 32, seed=2), random(5, 32, seed=3)
+
+    def work(ranks: Ranks) -> tuple[list[tuple[Tensor, ...]], list[str]]:
+        peers = Peers(ranks)
+        placement = replace(PLACEMENT, ranks=replace(ranks, peers=peers))
+        layer: SummedLinear | SparseMoE
+        if mixed:
+            layer = SparseMoE(32, 12, 4, 2, renormalize=True, placement=placement)
+            for seed, parameter in enumerate(layer.parameters()):
+                parameter.copy_(random(*parameter.shape, seed=seed))
+            layer.down.mul_(1 + ranks.rank)
+        else:
+            layer = SummedLinear(32, 32, bias=False, placement=placement)
+            layer.weight.values.copy_(weight * (1 + ranks.rank))
+        norm = RMSNorm(32, 1e-6, placement=placement)
+        norm.weight.copy_(random(32, seed=4))
+        centred, before = (RMSNorm(32, 1e-6, offset=offset, placement=placement) for offset in (1.0, None))
+        for one in (centred, before):
+            one.weight.fill_(0.5)
+        found = []
+        for rows in (x, torch.cat([x, x])[:5]):
+            own = residual[: len(rows)]
+            summed = layer(rows)
+            assert isinstance(summed, Tensor)
+            found += [norm.add(layer(rows, split_k_ok=True), own), norm.add(summed, own)]
+            found += [
+                (norm.quantised(layer(rows, split_k_ok=True), own, groups=False)[1],),
+                (norm.add(summed, own)[1],),
+            ]
+            found += [centred.add(layer(rows, split_k_ok=True), own), centred.add(summed, own)]
+            found += [
+                norm.add(layer(rows, split_k_ok=True), own, before=before),
+                norm.add(summed, own, before=before),
+            ]
+        return found, peers.calls
+
+    first, second = on_ranks(2, work)
+    assert first[1] == second[1] == ["sum", "norm", "sum", "sum", "sum"]
+    for found, expected in zip(first[0][::2], first[0][1::2], strict=True):
+        assert all(map(torch.equal, found, expected))
+    for own, other in zip(first[0], second[0], strict=True):
+        assert all(map(torch.equal, own, other))
 
 
 def test_only_one_rank_makes_parts_of_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,8 +205,9 @@ def _total(own, offs, mask, addresses_ptr, counters_ptr, most, patience, RANK: t
         else:
             tries = 0
             zero = (nth * 0).to(tl.int64)
-            while (tl.atomic_add(signals + peer, zero, sem="acquire", scope="sys") < nth) & (tries < patience):
+            while (tl.atomic_add(signals + peer, zero, sem="relaxed", scope="sys") < nth) & (tries < patience):
                 tries += 1
+            tl.atomic_add(signals + peer, zero, sem="acquire", scope="sys")
             if tries >= patience:
                 tl.store(counters_ptr + 2, 1)
             tl.debug_barrier()
