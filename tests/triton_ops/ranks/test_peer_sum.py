@@ -100,29 +100,44 @@ def test_sums_that_are_normed(size: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", [(1, 64), (17, 64), (3, 1024), (2, 5000)])
-def test_the_last_rank_finds_all_parts(size: int, shape: tuple[int, int], kernel_device: torch.device) -> None:
-    """Without patience, ranks one after the other: where some have signalled before, their parts are added."""
+def test_the_last_rank_finds_all_parts(
+    size: int, dtype: torch.dtype, shape: tuple[int, int], kernel_device: torch.device
+) -> None:
+    """With little patience, ranks one after the other: the others' signals are there once it looks."""
     memory = memory_of(size, 2**18, kernel_device)
     generator = torch.Generator(kernel_device).manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=kernel_device)
+        return torch.randn(shape, generator=generator, device=kernel_device).to(dtype)
 
     parts = [random(*shape) for _ in range(size)]
     residual, weight = random(*shape), random(shape[1])
-    for last in (0, size - 1):
-        for each in memory:
-            each.counters[2] = 0
-        for rank in [*(rank for rank in range(size) if rank != last), last]:
-            normed, total = PeerSum(memory[rank], patience=0).add_rms_norm(parts[rank], residual, weight, 1e-6)
+    for nth, last in enumerate((0, size - 1)):
+        order = [*(rank for rank in range(size) if rank != last), last]
+        for rank in order:
+            memory[rank].counters[2] = 0
+            normed, total = PeerSum(memory[rank], patience=1).add_rms_norm(parts[rank], residual, weight, 1e-6)
         expected = add_rms_norm(total_of(parts), residual, weight, 1e-6, impl="torch")
         assert torch.equal(total, expected[1])
         torch.testing.assert_close(normed, expected[0])
+        assert [int(memory[rank].counters[2]) for rank in order] == [1] * (size - 1) + [0]
         plain = [part.clone() for part in parts]
-        for rank in [*(rank for rank in range(size) if rank != last), last]:
-            PeerSum(memory[rank], patience=0)(plain[rank])
+        for rank in order:
+            PeerSum(memory[rank], patience=1)(plain[rank])
         assert torch.equal(plain[last], total_of(parts))
+        assert [each.counters[:2].tolist() for each in memory] == [[2 * nth + 2, 0]] * size
+
+
+def test_a_sum_leaves_what_was_read_for_the_one_before(kernel_device: torch.device) -> None:
+    """Its rank may be late."""
+    memory = memory_of(2, 64, kernel_device)
+    written = memory[1].data[1].view(torch.float32).view(2, 2, 16)[:, 0]  # by rank 0, at both places
+    written.zero_()
+    for value, expected in ((1.0, [0.0, 1.0]), (2.0, [2.0, 1.0]), (3.0, [2.0, 3.0])):
+        PeerSum(memory[0], patience=1)(torch.full((16,), value, device=kernel_device))
+        assert written[:, 0].tolist() == expected
 
 
 @gpu
