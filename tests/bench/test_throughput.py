@@ -101,6 +101,20 @@ def figures(*workloads: WorkloadFigures, config: str = "qwen3-0.6b", **others: A
 
 
 @pytest.mark.usefixtures("tiny")
+def test_several_cards(tmp_path: Path) -> None:
+    """The bound is that of all of them."""
+    options = shlex.split("--scale cpu --repeat 1 --device cpu --bandwidth 1e6 --flops 1e9 --workload docqa")
+    bounds = []
+    for cards in ([], ["--tp", "2", "--pp", "2"]):
+        report = tmp_path / "out.json"
+        assert main(["bench", "throughput", *options, *cards, "--json", str(report)]) == 0
+        written = json.loads(report.read_text())
+        bounds.append(written["shapes"][0]["workloads"][0]["bound_seconds"])
+        assert written["environment"].get("cards") == ("4 (2 ranks, 2 stages)" if cards else None)
+    assert bounds[0] == pytest.approx(4 * bounds[1])
+
+
+@pytest.mark.usefixtures("tiny")
 def test_everything_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -429,6 +443,8 @@ def test_command_errors(
         ({"ablations": ("no-thing",)}, "ablation is 'no-thing'"),
         ({"baseline": "tgi"}, "baseline is 'tgi'; it must be one of: transformers, vllm, sglang"),
         ({"seed": -1}, "seed is -1"),
+        ({"tp": 0}, "tp is 0"),
+        ({"pp": 65}, "pp is 65"),
         ({"bandwidth": 1e12}, "given together"),
     ],
 )
