@@ -4,8 +4,6 @@ All ranks do the same at once, as in the one-shot all-reduce of TensorRT-LLM. Ad
 each of them and for each size. The addition of a residual and the norm after it are of the same kernel.
 """
 
-# Tests: tests/triton_ops/ranks/test_peer_sum.py
-
 from __future__ import annotations
 
 from collections.abc import Sequence
