@@ -136,11 +136,11 @@ class StreamCall(PendingCall[Note]):
         return map(self._chunk, found)
 
     def lend_texts(self) -> dict[tuple[int, int], list[Any]] | None:
-        """Let texts be made elsewhere: those of chunks are empty from now on. Returns the states of the
-        Detokenizers of answers that have begun, by prompt and sample; None where stops are looked for in texts.
+        """Let texts be made elsewhere: those of chunks are empty from now on. No stops are looked for in them.
+        Returns the states of the Detokenizers of answers that have begun, by prompt and sample; None without a
+        tokenizer.
         """
-        answers = [first for first in self.requests.values() if first is not None]
-        if self._tokenizer is None or any(first.request.make_text is not None for first in answers):
+        if self._tokenizer is None:
             return None
         self._is_lent = True
         return {(answer.request.index, answer.sample_index): text.state() for answer, text in self._texts.items()}
@@ -150,6 +150,7 @@ class StreamCall(PendingCall[Note]):
         is more to tell.
         """
         for note in self.take():
+            assert note.text is None
             if note.is_last or note.output is not None:
                 chunk = self._chunk(note)
                 params = note.answer.request.params

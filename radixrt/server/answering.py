@@ -90,7 +90,8 @@ class _Events(AnswerEvents):
 
     def frames(self) -> Frames | None:
         params = self._asked.params
-        if not params.detokenize or not all(answer.is_plain for answer in self._answers):
+        has_stops = bool(params.stop or params.stop_regex)
+        if has_stops or not params.detokenize or not all(answer.is_plain for answer in self._answers):
             return None
         return Frames({divmod(place, params.n): one.frame for place, one in enumerate(self._answers)}, params)
 

@@ -75,18 +75,20 @@ class EventStream(StreamingResponse):
 
     async def _lent(self, writer: BodyWriter) -> LentStream | None:
         """The stream as another process writes it, if one does."""
-        frames = self._events.frames()
-        if self._writers is None or frames is None or (connection := await writer.lent()) is None:
+        if self._writers is None or not self._writers.can_write or (frames := self._events.frames()) is None:
+            return None
+        if (connection := await writer.lent()) is None:
             return None
         if (states := self._stream.lend_texts()) is None:
             return None
-        lent = self._writers.begin(connection, frames, states, when_late=writer.abort)
+        lent = self._writers.begin(connection, frames, states, when_gone=writer.abort)
         if lent is None:
             self._stream.take_texts_back()
         return lent
 
     async def _written(self, lent: LentStream) -> None:
         """Raises WriterLost."""
+        lent.written.add_done_callback(lambda _: self._stream.remind())  # it may have been lost
         try:
             try:
                 await self._stream.listen(partial(self._lend_news, lent))
@@ -94,7 +96,7 @@ class EventStream(StreamingResponse):
                 raise
             except RadixrtError as error:
                 lent.fail(self._events.failure(error))
-            await lent.is_written
+            await lent.written
         finally:
             lent.close()
 

@@ -2,25 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import os
 import signal
 import socket
+import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
+from radixrt.engine.calls import StreamCall
+from radixrt.errors import PassError
 from radixrt.runtime import Runtime
 from radixrt.server.app import Server
-from radixrt.server.writers.records import Kind, end_of, end_record, record, take_records, tokens_of, tokens_record
+from radixrt.server.event_frame import EventFrame, chunk_of
+from radixrt.server.protocol import BodyWriter
+from radixrt.server.writers.process import Answer, Stream, Writing
+from radixrt.server.writers.records import (
+    Kind,
+    begin_record,
+    end_of,
+    end_record,
+    record,
+    take_records,
+    tokens_of,
+    tokens_record,
+)
 from radixrt.server.writers.writers import StreamWriters
 from radixrt.text.builder import Detokenizer
 from radixrt.text.plain_tokenizer import plain_tokenizer
-from tests.support.serving import GREEDY, LONG, QUESTIONS, Serving, until
+from tests.support.serving import GREEDY, LONG, QUESTIONS, Served, Serving, until
 
 STREAM = {**GREEDY, "stream": True}
 SAMPLED = {**STREAM, "temperature": 1.5, "seed": 7, "max_tokens": 60}
@@ -34,7 +53,7 @@ def writers(runtime: Runtime) -> Iterator[StreamWriters]:
 
 def num_lent(writers: StreamWriters) -> int:
     """Streams that were lent until now."""
-    return sum(writer.num_streams for writer in writers._writers)
+    return sum(process.num_streams for process in writers.processes)
 
 
 def told(url: str, body: dict[str, Any], path: str = "completions") -> tuple[list[str], list[dict[str, Any]]]:
@@ -126,7 +145,7 @@ def test_a_client_that_goes(serving: Serving, runtime: Runtime, writers: StreamW
             next(lines)
     until(lambda: not runtime.has_work)
     assert runtime.activity().decoded_tokens - began < 890
-    until(lambda: not any(writer.has_streams for writer in writers._writers))
+    until(lambda: not any(process.has_streams for process in writers.processes))
 
 
 def reading_slowly(url: str, body: dict[str, Any]) -> socket.socket:
@@ -173,7 +192,7 @@ def test_a_client_that_reads_nothing_is_sent_away(serving: Serving, runtime: Run
         body = {**SAMPLED, "prompt": QUESTIONS[0], "ignore_eos": True, "max_tokens": 900, "n": 4}
         with reading_slowly(url, body):
             until(lambda: num_lent(few) == 1)
-            until(lambda: not any(writer.has_streams for writer in few._writers))
+            until(lambda: not any(process.has_streams for process in few.processes))
             until(lambda: not runtime.has_work)
 
 
@@ -185,15 +204,15 @@ def test_a_process_that_is_killed(when: str, serving: Serving, runtime: Runtime)
         body = {**STREAM, "prompt": QUESTIONS[0], "ignore_eos": True, "max_tokens": 60}
         expected = told(url, body)
         if when == "before":
-            os.kill(one._writers[0]._process.pid, signal.SIGKILL)
-            until(lambda: one._writers[0]._has_ended)
+            os.kill(one.processes[0]._process.pid, signal.SIGKILL)
+            until(lambda: one.processes[0].has_ended)
         else:
             body_of_long = {**LONG, "stream": True}
             with httpx.stream("POST", f"{url}/v1/completions", json=body_of_long, timeout=30) as response:
                 lines = response.iter_lines()
                 for _ in range(8):
                     next(lines)
-                os.kill(one._writers[0]._process.pid, signal.SIGKILL)
+                os.kill(one.processes[0]._process.pid, signal.SIGKILL)
                 with pytest.raises(httpx.RemoteProtocolError):
                     deque(lines)
         until(lambda: not runtime.has_work)
@@ -206,13 +225,208 @@ def test_a_process_that_stops_holds_nothing_up(serving: Serving, runtime: Runtim
     with StreamWriters(runtime.tokenizer, 1, late_seconds=30) as one, ThreadPoolExecutor(1) as threads:
         url, own = serving(Server(runtime, "built-in", writers=one)), serving()
         body = {**SAMPLED, "prompt": QUESTIONS[0], "ignore_eos": True, "max_tokens": 200, "n": 8}
-        os.kill(one._writers[0]._process.pid, signal.SIGSTOP)
+        os.kill(one.processes[0]._process.pid, signal.SIGSTOP)
         found = threads.submit(told, url, body)
         until(lambda: num_lent(one) == 1)
         until(lambda: not runtime.has_work)
         assert told(own, {**GREEDY, "stream": True, "prompt": QUESTIONS[1]})[0]
-        os.kill(one._writers[0]._process.pid, signal.SIGCONT)
+        os.kill(one.processes[0]._process.pid, signal.SIGCONT)
         assert found.result(30) == told(own, body)
+
+
+def test_a_process_that_dies_while_it_is_behind(
+    serving: Serving, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those who wait for it learn of it, though no tokens come any more."""
+    monkeypatch.setattr("radixrt.server.writers.writers._MOST_UNSENT", 100)
+    with StreamWriters(runtime.tokenizer, 1, late_seconds=30) as one, ThreadPoolExecutor(1) as threads:
+        (process,) = one.processes
+        process._records.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+        url = serving(Server(runtime, "built-in", writers=one))
+        os.kill(process._process.pid, signal.SIGSTOP)
+        body = {**SAMPLED, "prompt": QUESTIONS[0], "ignore_eos": True, "max_tokens": 400, "n": 8}
+        found = threads.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=20)
+        until(lambda: num_lent(one) == 1)
+        until(lambda: not runtime.has_work)
+        assert process.is_behind
+        assert len(process.when_ahead) == 1
+        os.kill(process._process.pid, signal.SIGKILL)
+        with pytest.raises(httpx.RemoteProtocolError):
+            found.result(20)
+
+
+def test_a_client_that_goes_after_a_second_request(
+    serving: Serving, runtime: Runtime, writers: StreamWriters
+) -> None:
+    """Nothing is read of its connection then: who writes to it learns of it."""
+    url, began = serving(Server(runtime, "built-in", writers=writers)), runtime.activity().decoded_tokens
+    content = json.dumps({**LONG, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+    before = num_lent(writers)
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=10) as connection:
+        connection.sendall(head + content)
+        connection.recv(2000)
+        connection.sendall(head + content)
+        until(lambda: num_lent(writers) > before)
+        connection.recv(100_000)
+    until(lambda: not runtime.has_work)
+    assert runtime.activity().decoded_tokens - began < 800
+    until(lambda: not any(process.has_streams for process in writers.processes))
+
+
+@pytest.mark.parametrize("prompt", [QUESTIONS[0], QUESTIONS])
+def test_a_stream_that_fails(
+    prompt: str | list[str],
+    serving: Serving,
+    runtime: Runtime,
+    writers: StreamWriters,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its last event says why, after all text."""
+    url = serving(Server(runtime, "built-in", writers=writers))
+    before, taken = num_lent(writers), StreamCall.lent_news
+    count = itertools.count()
+
+    def fails(call: StreamCall) -> Iterator[Any]:
+        yield from taken(call)
+        if next(count) == 20:
+            raise PassError("it went wrong")
+
+    monkeypatch.setattr(StreamCall, "lent_news", fails)
+    body = {**STREAM, "prompt": prompt, "ignore_eos": True, "max_tokens": 600}
+    *events, last, nothing = httpx.post(f"{url}/v1/completions", json=body, timeout=60).text.split("\n\n")
+    assert num_lent(writers) > before
+    assert "it went wrong" in json.loads(last.removeprefix("data: "))["error"]["message"]
+    assert nothing == ""
+    assert len(events) >= 5
+    assert all(json.loads(event.removeprefix("data: "))["choices"] for event in events)
+    until(lambda: not runtime.has_work)
+
+
+def test_stop_strings_are_looked_for_by_the_server(
+    serving: Serving, runtime: Runtime, writers: StreamWriters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of answers that have ended before a stream would be lent."""
+    lending = BodyWriter.lent
+
+    async def slowly(writer: BodyWriter) -> int | None:
+        await asyncio.sleep(0.5)
+        return await lending(writer)
+
+    monkeypatch.setattr(BodyWriter, "lent", slowly)
+    lent, own = serving(Server(runtime, "built-in", writers=writers)), serving()
+    body = {**STREAM, "prompt": QUESTIONS[0], "max_tokens": 20, "ignore_eos": True, "stop": ["Lima"]}
+    assert told(lent, body) == told(own, body)
+
+
+@pytest.mark.parametrize("ends", ["SIGTERM", "SIGKILL"])
+def test_when_the_server_ends(ends: str, tmp_path: Path) -> None:
+    """At SIGTERM streams are written to their ends. Its processes end with it in any case."""
+    with Served(tmp_path, "--stream-writers", "1") as served:
+        (writer,) = [
+            one for one in psutil.Process(served.process.pid).children() if "writers.process" in str(one.cmdline())
+        ]
+        body = {**LONG, "stream": True, "max_tokens": 300}
+        with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            for _ in range(8):
+                next(lines)
+            served.process.send_signal(getattr(signal, ends))
+            if ends == "SIGTERM":
+                assert [line for line in lines if line][-1] == "data: [DONE]"
+                assert served.process.wait(20) == 128 + signal.SIGTERM
+            else:
+                with pytest.raises(httpx.RemoteProtocolError):
+                    deque(lines)
+        psutil.wait_procs([writer], 20)
+        assert not writer.is_running()
+
+
+# --- in the process ---
+
+
+@pytest.fixture
+def written(runtime: Runtime) -> Iterator[tuple[Stream, socket.socket]]:
+    """A stream of two answers, and its client."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    theirs.settimeout(10)
+    assert runtime.tokenizer is not None
+    answers = [Answer(EventFrame(b"<", b">"), Detokenizer(runtime.tokenizer)) for _ in range(2)]
+    stream = Stream(ours.detach(), answers)
+    with theirs:
+        yield stream, theirs
+    stream.close()
+
+
+def test_ends_come_in_order(written: tuple[Stream, socket.socket], runtime: Runtime) -> None:
+    """The stream's is the last, whichever answer has it; a failure comes after ends that were known before."""
+    stream, client = written
+    ids = runtime.tokenizer.encode("Oslo").tolist()  # type: ignore[union-attr]
+    stream.tokens(1, ids)
+    stream.tokens(0, ids)
+    stream.end(1, False, b"(one)")
+    stream.end(0, True, b"(none)(all)")
+    stream.write()
+    assert client.recv(1000) == chunk_of(b'<"Oslo">(one)<"Oslo">(none)(all)')
+    assert stream.is_over
+    stream.tokens(0, ids)
+    stream.end(0, False, b"(end)")
+    stream.fail(b"(failure)")
+    stream.write()
+    assert client.recv(1000) == chunk_of(b'<" Oslo">(end)(failure)')
+
+
+def test_a_client_that_reads_slowly_is_not_late(written: tuple[Stream, socket.socket], runtime: Runtime) -> None:
+    stream, client = written
+    ids = runtime.tokenizer.encode("Oslo likes Mira. " * 2000).tolist()  # type: ignore[union-attr]
+    stream.tokens(0, ids)
+    stream.write()
+    since = stream.late_since
+    assert since is not None
+    while (now := stream.late_since) == since:
+        client.recv(500)
+        stream.write()
+    assert now is not None, "there is more to write"
+    client.close()
+    stream.tokens(0, ids)
+    stream.write()
+    assert stream.is_gone
+
+
+def test_one_stream_does_not_cost_the_others(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer that fails at one text."""
+    server, own = socket.socketpair()
+    pairs = [socket.socketpair() for _ in range(2)]
+
+    def fails(answer: Answer) -> bytes:
+        if answer.token_ids == [5]:
+            raise RuntimeError("a panic")
+        answer.ending = None
+        return b"piece"
+
+    monkeypatch.setattr(Answer, "piece", fails)
+    assert runtime.tokenizer is not None
+    thread = threading.Thread(target=Writing(own, runtime.tokenizer, 30).run)
+    thread.start()
+    value = {"answers": [[["<", ">"], None]], "skip_special_tokens": True}
+    for number, (connection, _) in enumerate(pairs):
+        connection.setblocking(False)
+        socket.send_fds(server, [begin_record(number, value)], [connection.fileno()])
+    server.sendall(tokens_record(0, 0, [5]))
+    server.settimeout(10)
+    received = bytearray(server.recv(1000))
+    assert [*take_records(received)] == [(Kind.GONE, 0, b"")]
+    server.sendall(tokens_record(0, 0, [5]) + tokens_record(1, 0, [6]))
+    assert pairs[1][1].recv(100).startswith(chunk_of(b"piece"))
+    server.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    for pair in pairs:
+        for one in pair:
+            one.close()
+    own.close()
 
 
 def test_records() -> None:
@@ -247,4 +461,4 @@ def test_a_text_goes_on_elsewhere(runtime: Runtime) -> None:
 
 def test_without_a_plain_tokenizer_there_is_none(runtime: Runtime) -> None:
     with StreamWriters(None, 2, late_seconds=30) as none:
-        assert not none._writers
+        assert not none.processes

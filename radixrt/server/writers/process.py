@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -22,7 +24,9 @@ from radixrt.workers.channel import Channel
 
 _READ_AT_ONCE = 1 << 20
 _DESCRIPTORS_AT_ONCE = 64
-_LOOKS = 1.0  # seconds between looks at clients that are late
+_LOOK_SECONDS = 1.0  # between looks for clients that are late
+
+_log = logging.getLogger(__name__)
 
 
 class Answer:
@@ -51,16 +55,18 @@ class Stream:
         self._connection, self._answers = connection, answers
         self._unsent = b""
         self._last: Answer | None = None  # with which the stream has ended
+        self._failure: bytes | None = None
+        self._has_failed = False
         self.is_gone = False
-        self.late_since: float | None = None
+        self.late_since: float | None = None  # since then there is no room
 
     def fileno(self) -> int:
         return self._connection
 
     @property
     def is_over(self) -> bool:
-        """Whether all was written, or nobody reads it any more."""
-        return self._last is not None and (self.is_gone or not self._unsent)
+        """Whether all was written."""
+        return (self._has_failed or self._last is not None) and not self._unsent
 
     def tokens(self, answer: int, token_ids: list[int]) -> None:
         self._answers[answer].token_ids += token_ids
@@ -70,14 +76,19 @@ class Stream:
         if is_last:
             self._last = self._answers[answer]
 
+    def fail(self, piece: bytes) -> None:
+        self._failure, self._has_failed = piece, True
+
     def write(self) -> None:
         """As much as there is room for."""
         while not self.is_gone:
             if not self._unsent:
                 others = [answer.piece() for answer in self._answers if answer is not self._last]
                 piece = b"".join(others) + (b"" if self._last is None else self._last.piece())
+                piece += self._failure or b""
+                self._failure = None
                 if not piece:
-                    break
+                    return
                 self._unsent = chunk_of(piece)
             try:
                 sent = os.write(self._connection, self._unsent)
@@ -86,9 +97,8 @@ class Stream:
                 return
             except OSError:  # its client has gone
                 self.is_gone = True
-                break
-            self._unsent = self._unsent[sent:]
-        self.late_since = None
+                return
+            self._unsent, self.late_since = self._unsent[sent:], None
 
     def close(self) -> None:
         os.close(self._connection)
@@ -109,7 +119,7 @@ class Writing:
         """Until the server has gone."""
         looked = time.monotonic()
         while True:
-            ready = self._selector.select(_LOOKS)
+            ready = self._selector.select(_LOOK_SECONDS)
             touched: set[int] = set()
             for key, _ in ready:
                 if key.fileobj is self._records:
@@ -119,13 +129,15 @@ class Writing:
                     touched.add(key.data)
             for number in touched & self._streams.keys():
                 self._advance(number)
-            if (now := time.monotonic()) - looked > _LOOKS:
+            if (now := time.monotonic()) - looked > _LOOK_SECONDS:
                 looked = now
-                self._look(now)
+                self._look_for_late(now)
 
     def _read(self, touched: set[int]) -> bool:
         """Take what has come. Returns False at the end."""
-        data, connections, _, _ = socket.recv_fds(self._records, _READ_AT_ONCE, _DESCRIPTORS_AT_ONCE)
+        data, connections, flags, _ = socket.recv_fds(self._records, _READ_AT_ONCE, _DESCRIPTORS_AT_ONCE)
+        if flags & socket.MSG_CTRUNC:  # whose connections the next ones are is not known any more
+            raise SystemExit("no more descriptors can be had")
         self._connections += connections
         self._received += data
         for kind, number, content in take_records(self._received):
@@ -134,12 +146,14 @@ class Writing:
                 continue
             stream = self._streams.get(number)
             if stream is None:
-                continue  # it was closed, and what came before was on its way
+                continue  # it is gone, and what came before was on its way
             touched.add(number)
             if kind is Kind.TOKENS:
                 stream.tokens(*tokens_of(content))
             elif kind is Kind.END:
                 stream.end(*end_of(content))
+            elif kind is Kind.FAIL:
+                stream.fail(content)
             else:
                 self._forget(number)
         return bool(data)
@@ -157,7 +171,11 @@ class Writing:
 
     def _advance(self, number: int) -> None:
         stream = self._streams[number]
-        stream.write()
+        try:
+            stream.write()
+        except BaseException:  # also a panic of the tokenizer's: it must not cost the others theirs
+            _log.exception("a stream cannot be written")
+            stream.is_gone = True
         is_late = stream.late_since is not None
         if is_late != (number in self._late):
             if is_late:
@@ -165,9 +183,9 @@ class Writing:
                 self._late.add(number)
             else:
                 self._leave(number)
-        if stream.is_over:
+        if stream.is_gone or stream.is_over:
             self._forget(number)
-            self._tell(Kind.OVER, number)
+            self._tell(Kind.GONE if stream.is_gone else Kind.OVER, number)
 
     def _forget(self, number: int) -> None:
         if number in self._late:
@@ -178,12 +196,12 @@ class Writing:
         self._selector.unregister(self._streams[number])
         self._late.discard(number)
 
-    def _look(self, now: float) -> None:
-        for number in self._late:
+    def _look_for_late(self, now: float) -> None:
+        for number in tuple(self._late):
             since = self._streams[number].late_since
             if since is not None and now - since > self._late_seconds:
-                self._streams[number].late_since = now
-                self._tell(Kind.LATE, number)
+                self._forget(number)
+                self._tell(Kind.GONE, number)
 
     def _tell(self, kind: Kind, number: int) -> None:
         self._records.sendall(record(kind, number))  # the server reads at once
@@ -195,6 +213,8 @@ def main() -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the server hears them
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     while not (messages := channel.receive()):
         if channel.is_closed:

@@ -18,15 +18,16 @@ _END = struct.Struct("<I?")
 
 
 class Kind(IntEnum):
-    """Of a record. The first four are the server's, the others the process's."""
+    """Of a record. The first five are the server's, the others the process's."""
 
     BEGIN = 0  # a stream, whose connection comes with it
     TOKENS = 1
     END = 2  # of an answer
-    CLOSE = 3  # the stream has no reader any more
-    READY = 4
-    OVER = 5  # all of the stream was written
-    LATE = 6  # its client reads nothing
+    FAIL = 3  # the stream ends here
+    CLOSE = 4  # the stream has no reader any more
+    READY = 5
+    OVER = 6  # all of the stream was written
+    GONE = 7  # its client has gone or reads nothing, or it cannot be written
 
 
 def record(kind: Kind, stream: int, content: bytes = b"") -> bytes:

@@ -17,7 +17,7 @@ import logging
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -50,15 +50,21 @@ class WriterLost(RadixrtError):
 
 
 class StreamWriters:
-    """`count` processes that write streams, which take turns. A context manager; in one event loop at a time."""
+    """`count` processes that write streams, which take turns; within `with`, and in one event loop at a time."""
 
     def __init__(self, tokenizer: Tokenizer | None, count: int, late_seconds: float) -> None:
         """Without a tokenizer that the package tokenizers has there are none. Clients that read nothing for
         `late_seconds` are sent away.
         """
-        plain = None if tokenizer is None or not count else tokenizer.plain()
-        self._writers = [] if plain is None else [_Writer(plain, late_seconds) for _ in range(count)]
-        self._turns = itertools.cycle(self._writers)
+        self._plain = None if tokenizer is None or not count else tokenizer.plain()
+        self._count, self._late_seconds = count, late_seconds
+        self.processes: list[_Writer] = []
+        self._turns: Iterator[_Writer] = iter(())
+
+    @property
+    def can_write(self) -> bool:
+        """Whether a process is there."""
+        return any(not writer.has_ended for writer in self.processes)
 
     @staticmethod
     def usual_count() -> int:
@@ -66,10 +72,14 @@ class StreamWriters:
         return 2 if len(os.sched_getaffinity(0)) >= _FEW_CORES else 0
 
     def __enter__(self) -> StreamWriters:
-        """Wait until they are ready. Raises RadixrtError where one is not."""
+        """Start them, and wait until they are ready. Raises RadixrtError where one does not begin."""
         try:
-            for writer in self._writers:
+            for _ in range(0 if self._plain is None else self._count):
+                assert self._plain is not None
+                self.processes.append(_Writer(self._plain, self._late_seconds))
+            for writer in self.processes:
                 writer.wait_until_ready()
+            self._turns = itertools.cycle(self.processes)
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -78,7 +88,7 @@ class StreamWriters:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for writer in self._writers:
+        for writer in self.processes:
             writer.end()
 
     def begin(
@@ -87,19 +97,20 @@ class StreamWriters:
         frames: Frames,
         states: Mapping[tuple[int, int], list[Any]],
         *,
-        when_late: Callable[[], None],
+        when_gone: Callable[[], None],
     ) -> LentStream | None:
         """Lend a connection, to which nothing else is written meanwhile, for the texts within these frames;
-        `states` are those of the Detokenizers of answers that have begun. None: no process can take it now.
+        `states` are those of the Detokenizers of answers that have begun. `when_gone` is called, and nothing more
+        is written, where its client has gone or reads nothing. None: no process can take it now.
         """
         answers = [
             [[frame.before.decode(), frame.after.decode()], states.get(answer)]
             for answer, frame in frames.frames.items()
         ]
         told = {"answers": answers, "skip_special_tokens": frames.params.skip_special_tokens}
-        for writer in itertools.islice(self._turns, len(self._writers)):
+        for writer in itertools.islice(self._turns, len(self.processes)):
             if (number := writer.begin(connection, told)) is not None:
-                return writer.lent(LentStream(writer, number, frames, when_late))
+                return writer.lent(LentStream(writer, number, frames, when_gone))
         return None
 
 
@@ -107,15 +118,15 @@ class LentStream:
     """A stream that a process writes.
 
     Attributes:
-        is_written: None once all is; WriterLost.
+        written: None once all is; WriterLost.
     """
 
-    def __init__(self, writer: _Writer, number: int, frames: Frames, when_late: Callable[[], None]) -> None:
-        self._writer, self.number, self.when_late = writer, number, when_late
+    def __init__(self, writer: _Writer, number: int, frames: Frames, when_gone: Callable[[], None]) -> None:
+        self._writer, self.number, self.when_gone = writer, number, when_gone
         self._order = {answer: place for place, answer in enumerate(frames.frames)}
         self._places: dict[Answer, int] = {}
-        self.is_written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.is_written.add_done_callback(_look_at)  # nobody may wait for it
+        self.written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.written.add_done_callback(_look_at)  # nobody may wait for it
 
     @property
     def is_behind(self) -> bool:
@@ -124,12 +135,12 @@ class LentStream:
 
     def when_ahead(self, call: Callable[[], None]) -> None:
         """Call this once, when it is not behind any more."""
-        self._writer.when_ahead.append(call)
+        self._writer.when_ahead[self.number] = call
 
     def check(self) -> None:
         """Raise WriterLost if the process has ended."""
-        if self.is_written.done():
-            self.is_written.result()
+        if self.written.done():
+            self.written.result()
 
     def add(self, answer: Answer, token_ids: Sequence[int]) -> int:
         """Have tokens of an answer written. Returns its place."""
@@ -145,8 +156,8 @@ class LentStream:
         self._writer.send(end_record(self.number, place, piece, is_last=is_last))
 
     def fail(self, piece: bytes) -> None:
-        """Have `piece` written in the end."""
-        self._writer.send(end_record(self.number, 0, piece, is_last=True))
+        """Have `piece` written, and end the stream with it."""
+        self._writer.send(record(Kind.FAIL, self.number, piece))
 
     def close(self) -> None:
         """Have the connection back, whatever was written."""
@@ -173,8 +184,8 @@ class _Writer:
         self._streams: dict[int, LentStream] = {}
         self._unsent, self._received = bytearray(), bytearray()
         self._loop: asyncio.AbstractEventLoop | None = None  # before the first stream, and once it has ended
-        self._flushes = self._waits = self._has_ended = False
-        self.when_ahead: list[Callable[[], None]] = []
+        self._flushes = self._waits = self.has_ended = False
+        self.when_ahead: dict[int, Callable[[], None]] = {}  # by stream
 
     @property
     def has_streams(self) -> bool:
@@ -186,10 +197,12 @@ class _Writer:
 
     def begin(self, connection: int, told: dict[str, Any]) -> int | None:
         """The number of a new stream, which `lent` is to be told of; None: it cannot be had now."""
-        if self._has_ended:
+        if self.has_ended:
             return None
         if self._loop is not (loop := asyncio.get_running_loop()):
-            self._loop = loop
+            self._loop, self._flushes, self._waits = loop, False, False
+            self._streams.clear()  # those of another loop, which has ended
+            self.when_ahead.clear()
             loop.add_reader(self._records, self._read)
         self._flush()
         if self._unsent:
@@ -221,17 +234,18 @@ class _Writer:
             raise RadixrtError(f"a process that writes streams has ended at its begin: {self._process.end()}")
 
     def close(self, number: int) -> None:
+        self.when_ahead.pop(number, None)
         if self._streams.pop(number, None) is not None:
             self.send(record(Kind.CLOSE, number))
 
     def send(self, sent: bytes) -> None:
         """Once for all records of a pass, whose streams are told of it in several turns of the loop."""
-        if self._has_ended or self._loop is None:
+        if self.has_ended or self._loop is None:
             return
         self._unsent += sent
         if not (self._flushes or self._waits):
-            self._flushes = True
             self._loop.call_later(_TOGETHER_SECONDS, self._flush)
+            self._flushes = True
 
     def _flush(self) -> None:
         self._flushes = False
@@ -250,8 +264,8 @@ class _Writer:
             else:
                 self._loop.remove_writer(self._records)
         if not self.is_behind:
-            calls, self.when_ahead = self.when_ahead, []
-            for call in calls:
+            calls, self.when_ahead = self.when_ahead, {}
+            for call in calls.values():
                 call()
 
     def _read(self) -> None:
@@ -263,11 +277,12 @@ class _Writer:
             read = b""
         self._received += read
         for kind, number, _ in take_records(self._received):
-            if kind is Kind.LATE:
-                if number in self._streams:
-                    self._streams[number].when_late()
-            elif (stream := self._streams.pop(number, None)) is not None and not stream.is_written.done():
-                stream.is_written.set_result(None)
+            if (stream := self._streams.pop(number, None)) is None:
+                continue
+            if kind is Kind.GONE:
+                stream.when_gone()
+            elif not stream.written.done():
+                stream.written.set_result(None)
         if not read:
             _log.error(
                 "a process that writes streams has ended (%s): the server writes new ones", self._process.end()
@@ -275,7 +290,7 @@ class _Writer:
             self._leave(WriterLost("the process that writes the stream has ended"))
 
     def _leave(self, error: RadixrtError | None) -> None:
-        self._has_ended = True
+        self.has_ended = True
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # it was closed
                 self._loop.remove_reader(self._records)
@@ -283,12 +298,12 @@ class _Writer:
         self._loop = None
         streams, self._streams = self._streams, {}
         for stream in streams.values():
-            if error is not None and not stream.is_written.done():
-                stream.is_written.set_exception(error)
+            if error is not None and not stream.written.done():
+                stream.written.set_exception(error)
         self._records.close()
 
     def end(self) -> None:
         """End the process."""
-        if not self._has_ended:
+        if not self.has_ended:
             self._leave(None)
             self._process.end()
