@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
@@ -21,11 +22,14 @@ from layers.ranks import Ranks
 from layers.stages import WHOLE, Link, Stage, TokenReceiver, TokenSender
 from radixrt.ranks.shared_memory import reaches_all, shared_memory
 from triton_ops.implementation import runs_triton
-from triton_ops.ranks.peer_sum import PeerSum
+from triton_ops.ranks.peer_sum import PeerMemory, PeerSum
 
 _HOST = "127.0.0.1"
 ABORT_SECONDS = 10.0
 START_SECONDS = 1800  # that ranks wait for one another while they load
+_CHECK_PATIENCE = 10_000_000  # attempts, of about a microsecond
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -146,13 +150,31 @@ def joined(store: Any, rank: int, shape: Shape, device: torch.device) -> RankGro
 
 
 def _with_peers(group: RankGroup, store: Any, device: torch.device) -> RankGroup:
-    """The group, with sums by a kernel of ours if all ranks reach the memory of those in their stage."""
+    """The group, with sums by a kernel of ours if all ranks reach the memory of those in their stage, where it adds
+    right.
+    """
     ranks = group.ranks
     reaches = runs_triton("auto", device) and reaches_all(ranks.rank, ranks.size, device)
     if not group.least(int(reaches)) or ranks.is_alone:
         return group
     own = c10d.PrefixStore(f"stage {group.stage.index}", store)
-    return replace(group, ranks=replace(ranks, peers=PeerSum(shared_memory(own, ranks.rank, ranks.size, device))))
+    memory = shared_memory(own, ranks.rank, ranks.size, device)
+    _sum_of(memory, 1.0, patience=0)  # loads the kernel, which takes each rank another time
+    memory.counters[2] = 0
+    group.least(1)  # all have
+    adds = [_sum_of(memory, value, _CHECK_PATIENCE) for value in (1.0, 2.0)]
+    if not group.least(int(all(adds))):
+        _log.warning("the cards reach each other's memory, but sums there are wrong: NCCL makes them")
+        return group
+    return replace(group, ranks=replace(ranks, peers=PeerSum(memory)))
+
+
+def _sum_of(memory: PeerMemory, value: float, patience: int) -> bool:
+    """Whether the sum of the largest parts is right, where those of rank r are `(r + 1) * value`."""
+    peers, size = PeerSum(memory, patience, traps=False), len(memory.data)
+    part = torch.full((peers.num_bytes // 4,), (memory.rank + 1) * value, device=memory.counters.device)
+    is_right = bool((peers(part) == value * size * (size + 1) / 2).all())
+    return is_right and not peers.has_given_up
 
 
 def _nccl(store: Any, name: str, rank: int, size: int) -> Any:

@@ -17,10 +17,10 @@ from triton_ops.norms.rms_norm import row_scale, weighted
 from triton_ops.tuning import row_blocks
 
 BLOCK = 2048  # elements of a program that only adds
-# Attempts at a signal, of about a microsecond each: then its rank is given up, and so are all later ones.
-PATIENCE = 10_000_000
+# Attempts at a signal, of about a microsecond each: hosts notice before that a rank has gone.
+PATIENCE = 100_000_000
 _LEAST_BYTES = 1024  # of a program's part
-_COUNTERS = 3  # of a rank by itself: sums that have ended, programs of this one that have, whether it gave up
+_COUNTERS = 3  # of a rank by itself: sums that have ended, programs of this one that have, if one was given up
 
 
 @dataclass(frozen=True)
@@ -53,17 +53,28 @@ class PeerMemory:
 
 
 class PeerSum:
-    """Sums parts over ranks. All launch the same sums in the same order, each on one stream of its own."""
+    """Sums parts over ranks. All launch the same sums in the same order, each on one stream of its own.
 
-    def __init__(self, memory: PeerMemory, patience: int = PATIENCE) -> None:
+    A rank whose part has not come after so many attempts ends the kernel, and the device is lost: a sum without it
+    would be wrong. With `traps` False it is given up instead, and so are all later ones: see `has_given_up`.
+    """
+
+    def __init__(self, memory: PeerMemory, patience: int = PATIENCE, *, traps: bool = True) -> None:
         self._memory, self._addresses, self._patience = memory, memory.addresses(), patience
+        self._traps = traps
         self._size = len(memory.data)
         self.num_bytes = memory.data[memory.rank].numel() // (2 * self._size)
         self._most_programs = memory.signals[memory.rank].numel() // self._size
 
+    @property
+    def has_given_up(self) -> bool:
+        """Whether a part has not come; waits for the device."""
+        return bool(self._memory.counters[2])
+
     def takes(self, part: Tensor) -> bool:
         """Whether a part fits."""
-        return part.is_floating_point() and part.itemsize >= 2 and part.nbytes <= self.num_bytes
+        fits = part.is_floating_point() and part.itemsize >= 2 and part.nbytes <= self.num_bytes
+        return fits and part.is_contiguous()
 
     def takes_rows(self, part: Tensor) -> bool:
         """Whether `add_rms_norm` takes a part `[num_tokens, size]`."""
@@ -114,8 +125,8 @@ class PeerSum:
         return self._addresses, self._memory.counters, places, num_programs, self._patience
 
     @property
-    def _constants(self) -> dict[str, int]:
-        return {"RANK": self._memory.rank, "SIZE": self._size}
+    def _constants(self) -> dict[str, int | bool]:
+        return {"RANK": self._memory.rank, "SIZE": self._size, "TRAPS": self._traps}
 
 
 @triton.jit(do_not_specialize=["num_programs", "patience"])
@@ -129,12 +140,13 @@ def _peer_sum_kernel(
     size,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
+    TRAPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < size
     own = tl.load(part_ptr + offs, mask=mask, other=0.0)
-    total = _total(own, offs, mask, addresses_ptr, counters_ptr, most, patience, RANK, SIZE)
+    total = _total(own, offs, mask, addresses_ptr, counters_ptr, most, patience, RANK, SIZE, TRAPS)
     tl.store(part_ptr + offs, total.to(own.dtype), mask=mask)
     _end(counters_ptr, num_programs)
 
@@ -155,6 +167,7 @@ def _peer_add_rms_norm_kernel(
     eps,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
+    TRAPS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -164,7 +177,7 @@ def _peer_add_rms_norm_kernel(
     mask = (row < num_rows) & (col < WIDTH)
     offs = row * WIDTH + col
     own = tl.load(part_ptr + offs, mask=mask, other=0.0)
-    total = _total(own, offs, mask, addresses_ptr, counters_ptr, most, patience, RANK, SIZE)
+    total = _total(own, offs, mask, addresses_ptr, counters_ptr, most, patience, RANK, SIZE, TRAPS)
     dtype = own.dtype
     other = tl.load(residual_ptr + offs, mask=mask, other=0.0)
     weight = tl.load(weight_ptr + tl.zeros_like(row) + col, mask=mask, other=0.0)
@@ -176,7 +189,18 @@ def _peer_add_rms_norm_kernel(
 
 
 @triton.jit
-def _total(own, offs, mask, addresses_ptr, counters_ptr, most, patience, RANK: tl.constexpr, SIZE: tl.constexpr):
+def _total(
+    own,
+    offs,
+    mask,
+    addresses_ptr,
+    counters_ptr,
+    most,
+    patience,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    TRAPS: tl.constexpr,
+):
     """The sum of a program's part over ranks, in float32."""
     pid = tl.program_id(0)
     element = own.dtype
@@ -208,6 +232,10 @@ def _total(own, offs, mask, addresses_ptr, counters_ptr, most, patience, RANK: t
             tl.atomic_add(signals + peer, zero, sem="acquire", scope="sys")
             if tries >= patience:
                 tl.store(counters_ptr + 2, 1)
+                if TRAPS:
+                    tl.inline_asm_elementwise(
+                        "trap; mov.b32 $0, $1;", "=r,r", [tl.arange(0, 32)], dtype=tl.int32, is_pure=False, pack=1
+                    )
             tl.debug_barrier()
             come = tl.load(received + (place + peer) * most + offs, mask=mask, other=0.0, volatile=True)
             total += come.to(tl.float32)

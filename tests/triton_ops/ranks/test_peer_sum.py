@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -37,7 +39,7 @@ def on_streams(size: int, num_bytes: int, work: Callable[[PeerSum, int], T]) -> 
         torch.cuda.synchronize()
         for rank, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                found.append(work(PeerSum(memory[rank], patience), rank))
+                found.append(work(PeerSum(memory[rank], patience, traps=patience > 1), rank))
         torch.cuda.synchronize()
     assert not any(int(each.counters[2]) for each in memory)  # nobody was given up
     return found
@@ -118,14 +120,16 @@ def test_the_last_rank_finds_all_parts(
         order = [*(rank for rank in range(size) if rank != last), last]
         for rank in order:
             memory[rank].counters[2] = 0
-            normed, total = PeerSum(memory[rank], patience=1).add_rms_norm(parts[rank], residual, weight, 1e-6)
+            normed, total = PeerSum(memory[rank], patience=1, traps=False).add_rms_norm(
+                parts[rank], residual, weight, 1e-6
+            )
         expected = add_rms_norm(total_of(parts), residual, weight, 1e-6, impl="torch")
         assert torch.equal(total, expected[1])
         torch.testing.assert_close(normed, expected[0])
         assert [int(memory[rank].counters[2]) for rank in order] == [1] * (size - 1) + [0]
         plain = [part.clone() for part in parts]
         for rank in order:
-            PeerSum(memory[rank], patience=1)(plain[rank])
+            PeerSum(memory[rank], patience=1, traps=False)(plain[rank])
         assert torch.equal(plain[last], total_of(parts))
         assert [each.counters[:2].tolist() for each in memory] == [[2 * nth + 2, 0]] * size
 
@@ -136,14 +140,14 @@ def test_a_sum_leaves_what_was_read_for_the_one_before(kernel_device: torch.devi
     written = memory[1].data[1].view(torch.float32).view(2, 2, 16)[:, 0]  # by rank 0, at both places
     written.zero_()
     for value, expected in ((1.0, [0.0, 1.0]), (2.0, [2.0, 1.0]), (3.0, [2.0, 3.0])):
-        PeerSum(memory[0], patience=1)(torch.full((16,), value, device=kernel_device))
+        PeerSum(memory[0], patience=1, traps=False)(torch.full((16,), value, device=kernel_device))
         assert written[:, 0].tolist() == expected
 
 
 @gpu
 def test_a_rank_that_does_not_come_is_given_up() -> None:
     """After some patience; later sums do not wait for it again."""
-    first = PeerSum(memory_of(2, 2**12, torch.device("cuda", 0))[0], patience=100_000)
+    first = PeerSum(memory_of(2, 2**12, torch.device("cuda", 0))[0], patience=100_000, traps=False)
 
     def seconds(work: Callable[[], object]) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -156,8 +160,27 @@ def test_a_rank_that_does_not_come_is_given_up() -> None:
     part = torch.ones(100, device="cuda")
     first(part.clone())
     torch.cuda.synchronize()
-    assert int(first._memory.counters[2]) == 1
+    assert first.has_given_up
     assert seconds(lambda: [first(part.clone()) for _ in range(50)]) < 1.0
+
+
+@gpu
+def test_a_rank_that_does_not_come_costs_the_device() -> None:
+    """Rather than that a sum is wrong. In a process of its own, which has lost its device then."""
+    code = """
+import torch
+from tests.triton_ops.ranks.test_peer_sum import memory_of
+from triton_ops.ranks.peer_sum import PeerSum
+memory = memory_of(2, 2**12, torch.device("cuda", 0))
+torch.cuda.synchronize()
+print("begun", flush=True)
+PeerSum(memory[0], patience=1000)(torch.ones(100, device="cuda"))
+torch.cuda.synchronize()
+print("ended")
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ended.stdout == "begun\n"
+    assert "CUDA error" in ended.stderr
 
 
 def test_what_fits() -> None:
@@ -165,5 +188,6 @@ def test_what_fits() -> None:
     assert first.takes(torch.empty(2048, dtype=torch.bfloat16))
     assert not first.takes(torch.empty(2049, dtype=torch.bfloat16))
     assert not first.takes(torch.empty(8, dtype=torch.int32))
+    assert not first.takes(torch.empty(32, 64, dtype=torch.bfloat16).T)
     assert first.takes_rows(torch.empty(4, 512, dtype=torch.bfloat16))
     assert not first.takes_rows(torch.empty(5, 16, dtype=torch.bfloat16))
