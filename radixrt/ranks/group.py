@@ -150,8 +150,8 @@ def joined(store: Any, rank: int, shape: Shape, device: torch.device) -> RankGro
 
 
 def _with_peers(group: RankGroup, store: Any, device: torch.device) -> RankGroup:
-    """The group, with sums by a kernel of ours if all ranks reach the memory of those in their stage, where it adds
-    right.
+    """The group, with sums by a kernel of ours if all ranks reach the memory of those in their stage, and what it
+    adds there is right.
     """
     ranks = group.ranks
     reaches = runs_triton("auto", device) and reaches_all(ranks.rank, ranks.size, device)
