@@ -42,6 +42,7 @@ from radixrt.builtin import MODEL_PATH
 from radixrt.frontend.openai import COMPLETIONS
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
+from radixrt.schedule.activity import Activity
 from radixrt.schedule.passes import Pass
 from radixrt.server.app import Server
 from radixrt.server.run import Listener, listening_socket, switching_soon
@@ -95,9 +96,12 @@ class Told:
 
 @dataclass(frozen=True)
 class Run:
-    """What became of all requests, and CPU seconds of the server: of its event loop, and of all other threads."""
+    """What became of all requests, what the engine did, and CPU seconds of the server: of its event loop, and of
+    all other threads.
+    """
 
     told: list[Told]
+    activity: Activity
     loop_seconds: float
     other_seconds: float
 
@@ -142,7 +146,8 @@ def runtime_of(given: argparse.Namespace) -> Iterator[Runtime]:
         else:
             write_shape(given.config, Path(folder))
             write_words(Path(folder), SHAPES[given.config]["vocab_size"])
-            runtime = Runtime(folder, load_format="dummy", device=given.device)
+            most = given.max_running_requests
+            runtime = Runtime(folder, load_format="dummy", device=given.device, max_running_requests=most)
         with runtime:
             yield runtime
 
@@ -213,11 +218,13 @@ def measured(
         ]
         for one in clients:
             one.until_ready()
+        before = runtime.activity()
         loop_began, began, start = cpu_seconds(loop), time.process_time(), time.perf_counter() + 0.1
         with ThreadPoolExecutor(num_clients) as threads:
             told = [one for found in threads.map(lambda one: one.told(start), clients) for one in found]
         loop_seconds = cpu_seconds(loop) - loop_began
-        return Run(told, loop_seconds, time.process_time() - began - loop_seconds)
+        other_seconds = time.process_time() - began - loop_seconds
+        return Run(told, runtime.activity() - before, loop_seconds, other_seconds)
 
 
 class Clients:
@@ -251,6 +258,12 @@ class Clients:
         ]
 
 
+def pass_of(activity: Activity) -> list[str]:
+    """Milliseconds of a pass, of the device and of the host."""
+    count = max(1, activity.passes)
+    return [f"{1e3 * each / count:.1f}" for each in (activity.busy_seconds, activity.scheduling_seconds)]
+
+
 def row(run: Run) -> list[str]:
     """Figures of a run."""
     told, (begin, end) = run.told, run.steady
@@ -266,6 +279,7 @@ def row(run: Run) -> list[str]:
         "yes" if came >= GOAL * offered else "no",
         *(f"{1e3 * np.percentile(first, q):.1f}" for q in (50, 99)),
         *(f"{1e3 * np.percentile(between or [0.0], q):.1f}" for q in (50, 99)),
+        *pass_of(run.activity),
         f"{num_tokens / sum(sum(one.counts) for one in told):.2f}",
         *(f"{1e6 * seconds / num_tokens:.1f}" for seconds in (run.loop_seconds, run.other_seconds)),
     ]
@@ -280,6 +294,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument(
         "--requests", type=int, metavar="N", help=f"of a list ({REQUESTS:,}; small: {FEW_REQUESTS})"
+    )
+    parser.add_argument(
+        "--max-running-requests",
+        type=int,
+        default=512,
+        metavar="N",
+        help="as of the Runtime (512); with more, the steady state comes later: one stream lasts as many passes",
     )
     parser.add_argument("--clients", type=int, default=4, metavar="N", help="processes that ask (4)")
     parser.add_argument(
@@ -304,23 +325,27 @@ def main(argv: Sequence[str] | None = None) -> None:
         title="A server beside generate",
         caption="came: tokens that came over those that were asked for, from the arrival of a third of the "
         f"requests to that of the last; met: these are {GOAL} at least; first: time to the first event, "
-        "between: to the next; loop, rest: CPU time of the event loop and of all other threads, a token",
+        "between: to the next; device, host: what a pass takes of them; loop, rest: CPU time of the event loop "
+        "and of all other threads, a token",
     )
     served_as = "load", "requests/s", "tokens/s", "came", "met", "first, ms", "99 %", "between, ms", "99 %"
-    for column in ("workload", *served_as, "tokens an event", "loop, µs", "rest, µs"):
+    costs = "device, ms", "host, ms", "tokens an event", "loop, µs", "rest, µs"
+    for column in ("workload", *served_as, *costs):
         table.add_column(column, justify="right")
     with runtime_of(given) as runtime:
         for name in given.workload or ("system_prompt",):
             prompts = prompts_of(name, given.requests, small=given.small)
             num_tokens = sum(one.max_new_tokens for one in prompts)
             generated(runtime, prompts[: len(prompts) // 4])  # it warms up
+            before = runtime.activity()
             whole, cpu = generated(runtime, prompts)
+            passes = pass_of(runtime.activity() - before)
             rates = f"{len(prompts) / whole:.1f}", f"{num_tokens / whole:,.0f}"
-            table.add_row(name, "generate", *rates, *[""] * 8, f"{1e6 * cpu / num_tokens:.1f}")
+            table.add_row(name, "generate", *rates, *[""] * 6, *passes, "", "", f"{1e6 * cpu / num_tokens:.1f}")
             for load in given.load or (0.5, 0.8, 0.95):
                 run = measured(runtime, prompts, load * len(prompts) / whole, given)
                 table.add_row(name, f"{load:.2f}", *row(run))
-    wide_console(160).print(table)
+    wide_console(180).print(table)
 
 
 if __name__ == "__main__":

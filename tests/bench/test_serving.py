@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from radixrt.schedule.activity import Activity
 from radixrt.text.builder import Detokenizer
 from radixrt.text.tokenizer import load_tokenizer
 
@@ -56,16 +57,17 @@ def test_loads_have_bounds(load: str, capsys: pytest.CaptureFixture[str]) -> Non
 def test_figures_are_those_of_the_steady_state() -> None:
     early = [bench_serving.Told(60, 0.0, [9.0], [3]), bench_serving.Told(60, 0.5, [1.0, 2.0, 5.0], [1, 1, 1])]
     late = [bench_serving.Told(20, 2.0, [2.5, 3.0], [1, 1]), bench_serving.Told(20, 3.0, [3.5], [1])]
-    run = bench_serving.Run([*late, *early], 16e-4, 8e-4)
+    activity = Activity(passes=4, prefill_seconds=0.01, decode_seconds=0.03, scheduling_seconds=0.002)
+    run = bench_serving.Run([*late, *early], activity, 16e-4, 8e-4)
     assert run.steady == (0.5, 3.0)
     # Two requests for 20 tokens arrive in 2.5 s, and there come two events of 20 tokens, and two of 10.
     steady = ["0.8", "24", "1.500", "yes", "500.0", "500.0", "750.0", "995.0"]
-    assert bench_serving.row(run) == [*steady, "17.78", "10.0", "5.0"]
+    assert bench_serving.row(run) == [*steady, "10.0", "0.5", "17.78", "10.0", "5.0"]
 
 
 def test_a_server_that_does_not_keep_up_is_told() -> None:
     told = [bench_serving.Told(10, float(i), [0.9 + i * 1.1, 1.0 + i * 1.1], [1, 1]) for i in range(100)]
-    came, met = bench_serving.row(bench_serving.Run(told, 0.0, 0.0))[2:4]
+    came, met = bench_serving.row(bench_serving.Run(told, Activity(), 0.0, 0.0))[2:4]
     assert (0.89 < float(came) < 0.93, met) == (True, "no")
 
 

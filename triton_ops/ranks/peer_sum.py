@@ -17,8 +17,8 @@ from triton_ops.norms.rms_norm import row_scale, weighted
 from triton_ops.tuning import row_blocks
 
 BLOCK = 2048  # elements of a program that only adds
-# Attempts at a signal, of about a microsecond each: hosts notice before that a rank has gone.
-PATIENCE = 100_000_000
+# Attempts at a signal, of a quarter of a microsecond each: hosts notice before that a rank has gone.
+PATIENCE = 400_000_000
 _LEAST_BYTES = 1024  # of a program's part
 _COUNTERS = 3  # of a rank by itself: sums that have ended, programs of this one that have, if one was given up
 

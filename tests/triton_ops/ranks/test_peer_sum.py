@@ -39,7 +39,7 @@ def on_streams(size: int, num_bytes: int, work: Callable[[PeerSum, int], T]) -> 
         torch.cuda.synchronize()
         for rank, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                found.append(work(PeerSum(memory[rank], patience, traps=patience > 1), rank))
+                found.append(work(PeerSum(memory[rank], patience, traps=False), rank))
         torch.cuda.synchronize()
     assert not any(int(each.counters[2]) for each in memory)  # nobody was given up
     return found
