@@ -83,8 +83,13 @@ class RankGroup:
 
     def abort(self) -> None:
         """End what waits for ranks that have gone, from another thread. All groups at once: one that is aborted
-        waits for the device, and what runs there may wait for another group.
+        waits for the device, and what runs there may wait for another group, or for parts of ranks that have gone.
         """
+        if self.ranks.peers is not None:
+            try:
+                self.ranks.peers.release()
+            except RuntimeError as error:  # the device is lost, and with it all that waits there
+                _log.info("sums that wait cannot be released: %s", error)
         threads = [
             threading.Thread(target=group.abort, name="radixrt-abort", daemon=True)
             for group in self.groups

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from layers.ranks import Ranks
 from radixrt.builtin import MODEL_PATH
 from radixrt.config import RuntimeConfig
 from radixrt.errors import DeviceLostError, ModelError, ParameterError
@@ -188,6 +189,21 @@ def test_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
             runtime.update_weights(MODEL_PATH)
         monkeypatch.undo()
         followers_of(runtime).gives_up = True
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("the device is lost")])
+def test_sums_that_wait_are_released_before(error: RuntimeError | None) -> None:
+    """Groups that are aborted may wait for them."""
+    called: list[str] = []
+
+    def release() -> None:
+        called.append("release")
+        if error is not None:
+            raise error
+
+    group = SimpleNamespace(abort=lambda: called.append("abort"))
+    RankGroup(ranks=Ranks(0, 2, peers=SimpleNamespace(release=release)), groups=(group,)).abort()  # type: ignore[arg-type]
+    assert called == ["release", "abort"]
 
 
 def test_all_groups_are_aborted_at_once() -> None:

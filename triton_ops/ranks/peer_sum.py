@@ -7,7 +7,9 @@ each of them and for each size. The addition of a residual and the norm after it
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,6 +64,8 @@ class PeerSum:
     def __init__(self, memory: PeerMemory, patience: int = PATIENCE, *, traps: bool = True) -> None:
         self._memory, self._addresses, self._patience = memory, memory.addresses(), patience
         self._traps = traps
+        own = memory.signals[memory.rank]
+        self._all_come = torch.full_like(own, 2**62, device="cpu", pin_memory=own.is_cuda)
         self._size = len(memory.data)
         self.num_bytes = memory.data[memory.rank].numel() // (2 * self._size)
         self._most_programs = memory.signals[memory.rank].numel() // self._size
@@ -70,6 +74,17 @@ class PeerSum:
     def has_given_up(self) -> bool:
         """Whether a part has not come; waits for the device."""
         return bool(self._memory.counters[2])
+
+    def release(self) -> None:
+        """Let sums of this rank end that wait for others, now and from now on: what they add is wrong. From any
+        thread, by a copy that waits for no kernel.
+        """
+        own = self._memory.signals[self._memory.rank]
+        beside: Any = nullcontext()
+        if own.is_cuda:
+            beside = torch.cuda.stream(torch.cuda.Stream(own.device))  # type: ignore[no-untyped-call]
+        with beside:
+            own.copy_(self._all_come, non_blocking=True)
 
     def takes(self, part: Tensor) -> bool:
         """Whether a part fits."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -142,6 +143,33 @@ def test_a_sum_leaves_what_was_read_for_the_one_before(kernel_device: torch.devi
     for value, expected in ((1.0, [0.0, 1.0]), (2.0, [2.0, 1.0]), (3.0, [2.0, 3.0])):
         PeerSum(memory[0], patience=1, traps=False)(torch.full((16,), value, device=kernel_device))
         assert written[:, 0].tolist() == expected
+
+
+def test_who_waits_is_released(kernel_device: torch.device) -> None:
+    """Also with sums that come later."""
+    first = PeerSum(memory_of(2, 2**12, kernel_device)[0], patience=1000, traps=False)
+    first.release()
+    for _ in range(3):
+        first(torch.ones(100, device=kernel_device))
+    assert not first.has_given_up
+
+
+@gpu
+def test_who_waits_already_is_released() -> None:
+    """By a copy beside the kernel."""
+    first = PeerSum(memory_of(2, 2**12, torch.device("cuda", 0))[0], traps=False)
+    part = torch.ones(100, device="cuda")
+    PeerSum(first._memory, patience=1, traps=False)(part.clone())  # loads the kernel
+    first._memory.counters.zero_()
+    torch.cuda.synchronize()
+    ended = torch.cuda.Event()
+    first(part)
+    ended.record()
+    time.sleep(0.2)
+    assert not ended.query()
+    first.release()
+    ended.synchronize()
+    assert not first.has_given_up
 
 
 @gpu
