@@ -85,7 +85,7 @@ def follow(channel: Channel, first: dict[str, Any]) -> None:
     store = store_at(first["port"], shape.size)
 
     channel.send(Message({"here": True}))
-    group = joined(store, first["rank"], shape, torch.device(first["config"]["device"]))
+    group = joined(store, first["rank"], shape, torch.device(first["config"]["device"]), config.impl)
 
     def loaded() -> None:
         channel.send(Message({"loaded": True}))

@@ -45,7 +45,7 @@ class Followers:
 
     def __init__(self, config: RuntimeConfig, devices: list[torch.device]) -> None:
         self._store, self._size = waiting_store(len(devices)), len(devices)
-        self._shape = Shape(len(devices), config.pipeline_parallel_size)
+        self._shape, self._impl = Shape(len(devices), config.pipeline_parallel_size), config.impl
         self._device, self._group = devices[0], RankGroup()
         self._lost: str | None = None  # why
         self._refusal: RadixrtError | None = None  # of one that could not be made
@@ -73,7 +73,7 @@ class Followers:
         """The group of all ranks. Raises ModelError where one has ended before it could join."""
         for rank in range(1, self._size):
             self._wait_for("here", rank)
-        self._group = joined(self._store, 0, self._shape, self._device)
+        self._group = joined(self._store, 0, self._shape, self._device, self._impl)
         return self._group
 
     def wait_until_loaded(self) -> None:

@@ -21,7 +21,7 @@ from layers.ranks import ALONE as ALONE_IN_LAYERS
 from layers.ranks import Ranks
 from layers.stages import WHOLE, Link, Stage, TokenReceiver, TokenSender
 from radixrt.ranks.shared_memory import reaches_all, shared_memory
-from triton_ops.implementation import runs_triton
+from triton_ops.implementation import Impl, runs_triton
 from triton_ops.ranks.peer_sum import PeerMemory, PeerSum
 
 _HOST = "127.0.0.1"
@@ -131,8 +131,8 @@ def _gloo(store: Any, name: str, rank: int, size: int) -> Any:
     return c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), rank, size, options)
 
 
-def joined(store: Any, rank: int, shape: Shape, device: torch.device) -> RankGroup:
-    """The group of all ranks; waits for the others. No group of torch's own is made for the process: it may have
+def joined(store: Any, rank: int, shape: Shape, device: torch.device, impl: Impl = "auto") -> RankGroup:
+    """The group of all ranks; waits for the others. Sums are kernels' where `impl` has kernels. No group of torch's own is made for the process: it may have
     several Runtimes.
     """
     control = _gloo(store, "control", rank, shape.size)
@@ -151,7 +151,9 @@ def joined(store: Any, rank: int, shape: Shape, device: torch.device) -> RankGro
     if device.type == "cuda":
         _connect(ranks, own, device)
     group_of_all = RankGroup(ranks, own, shape, control, tuple(groups))
-    return group_of_all if device.type != "cuda" else _with_peers(group_of_all, store, device)
+    if device.type != "cuda" or not runs_triton(impl, device):
+        return group_of_all
+    return _with_peers(group_of_all, store, device)
 
 
 def _with_peers(group: RankGroup, store: Any, device: torch.device) -> RankGroup:
@@ -159,7 +161,7 @@ def _with_peers(group: RankGroup, store: Any, device: torch.device) -> RankGroup
     adds there is right.
     """
     ranks = group.ranks
-    reaches = runs_triton("auto", device) and reaches_all(ranks.rank, ranks.size, device)
+    reaches = reaches_all(ranks.rank, ranks.size, device)
     if not group.least(int(reaches)) or ranks.is_alone:
         return group
     own = c10d.PrefixStore(f"stage {group.stage.index}", store)
