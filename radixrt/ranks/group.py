@@ -132,8 +132,8 @@ def _gloo(store: Any, name: str, rank: int, size: int) -> Any:
 
 
 def joined(store: Any, rank: int, shape: Shape, device: torch.device, impl: Impl = "auto") -> RankGroup:
-    """The group of all ranks; waits for the others. Sums are kernels' where `impl` has kernels. No group of torch's own is made for the process: it may have
-    several Runtimes.
+    """The group of all ranks; waits for the others. Sums are by a kernel where `impl` runs kernels. No group of
+    torch's own is made for the process: it may have several Runtimes.
     """
     control = _gloo(store, "control", rank, shape.size)
     make = _nccl if device.type == "cuda" else _gloo
