@@ -33,6 +33,7 @@ async def ask(client: httpx.AsyncClient, url: str, number: int) -> str:
                 return "vanished"
     response = await client.post(url, json=body)
     if response.status_code == 429:
+        await asyncio.sleep(0.05)  # as it is told: else all are refused before the first ones are answered
         return "refused"
     assert response.status_code == 200, response.text
     if not stream:
