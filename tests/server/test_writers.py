@@ -23,7 +23,7 @@ from radixrt.engine.calls import StreamCall
 from radixrt.errors import PassError
 from radixrt.runtime import Runtime
 from radixrt.server.app import Server
-from radixrt.server.event_frame import EventFrame, chunk_of
+from radixrt.server.event_frame import EventFrame, chunk_of, json_bytes
 from radixrt.server.protocol import BodyWriter
 from radixrt.server.writers.process import Answer, Stream, Writing
 from radixrt.server.writers.records import (
@@ -138,14 +138,23 @@ def _text(response: httpx.Response) -> str:
 
 
 def test_a_client_that_goes(serving: Serving, runtime: Runtime, writers: StreamWriters) -> None:
+    """Its answer ends, and no process keeps its connection."""
     url, began = serving(Server(runtime, "built-in", writers=writers)), runtime.activity().decoded_tokens
+    pids = [process._process.pid for process in writers.processes]
+
+    def num_connections() -> int:
+        return sum(psutil.Process(pid).num_fds() for pid in pids)
+
+    until(lambda: not any(process.has_streams for process in writers.processes))
+    before = num_connections()
     with httpx.stream("POST", f"{url}/v1/completions", json={**LONG, "stream": True}, timeout=30) as response:
         lines = response.iter_lines()
         for _ in range(8):
             next(lines)
+        until(lambda: num_connections() == before + 1)
     until(lambda: not runtime.has_work)
     assert runtime.activity().decoded_tokens - began < 890
-    until(lambda: not any(process.has_streams for process in writers.processes))
+    until(lambda: num_connections() == before)
 
 
 def reading_slowly(url: str, body: dict[str, Any]) -> socket.socket:
@@ -253,6 +262,29 @@ def test_a_process_that_dies_while_it_is_behind(
         os.kill(process._process.pid, signal.SIGKILL)
         with pytest.raises(httpx.RemoteProtocolError):
             found.result(20)
+
+
+@pytest.mark.parametrize("is_lent", [False, True])
+def test_a_token_that_ends_an_answer_is_no_text(
+    is_lent: bool, serving: Serving, runtime: Runtime, writers: StreamWriters
+) -> None:
+    """As in an answer that is not streamed."""
+    url = serving(Server(runtime, "built-in", writers=writers if is_lent else None))
+    body = {**SAMPLED, "prompt": QUESTIONS[0], "stop_token_ids": list(range(259, 387)), "min_tokens": 20}
+    (choice,) = httpx.post(f"{url}/v1/completions", json={**body, "stream": False}, timeout=60).json()["choices"]
+    texts, (end,) = told(url, body)
+    assert texts == [choice["text"]]
+    assert end["finish_reason"] == choice["finish_reason"] == "stop"
+
+
+def test_where_no_process_can_take_a_stream(
+    serving: Serving, runtime: Runtime, writers: StreamWriters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server writes it."""
+    monkeypatch.setattr(StreamWriters, "begin", lambda *_, **__: None)
+    lent, own = serving(Server(runtime, "built-in", writers=writers)), serving()
+    body = {**SAMPLED, "prompt": QUESTIONS[0], "ignore_eos": True}
+    assert told(lent, body) == told(own, body)
 
 
 def test_a_client_that_goes_after_a_second_request(
@@ -376,6 +408,20 @@ def test_ends_come_in_order(written: tuple[Stream, socket.socket], runtime: Runt
     stream.fail(b"(failure)")
     stream.write()
     assert client.recv(1000) == chunk_of(b'<" Oslo">(end)(failure)')
+
+
+def test_what_was_held_back_comes_with_the_end(written: tuple[Stream, socket.socket], runtime: Runtime) -> None:
+    """Half a character, of which there is no more."""
+    stream, client = written
+    assert runtime.tokenizer is not None
+    *half, _ = runtime.tokenizer.encode("🎈").tolist()
+    expected = json_bytes(runtime.tokenizer.decode(half))
+    assert "\ufffd" in expected.decode()
+    stream.tokens(0, half)
+    stream.write()
+    stream.end(0, True, b"(all)")
+    stream.write()
+    assert client.recv(1000) == chunk_of(b"<" + expected + b">(all)")
 
 
 def test_a_client_that_reads_slowly_is_not_late(written: tuple[Stream, socket.socket], runtime: Runtime) -> None:

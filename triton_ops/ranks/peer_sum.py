@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from triton_ops.activations.elementwise import check_residual, check_vector
 from triton_ops.implementation import cdiv, tl, triton
 from triton_ops.norms.rms_norm import row_scale, weighted
 from triton_ops.tuning import row_blocks
@@ -110,9 +111,14 @@ class PeerSum:
         return part
 
     def add_rms_norm(self, part: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """`triton_ops.norms.rms_norm.add_rms_norm` of the sum of the ranks' parts, rounded to their dtype; all
-        `[num_tokens, size]`, contiguous and of one dtype.
+        """`triton_ops.norms.rms_norm.add_rms_norm` of the sum of the ranks' parts, rounded to their dtype: the
+        norm, and the sum with the residual. `part` and `residual` are `[num_tokens, size]`, contiguous, `weight`
+        is `[size]`, all of one dtype. Raises ValueError where they are not.
         """
+        check_residual(residual, part)
+        check_vector("weight", weight, part)
+        if not residual.is_contiguous():
+            raise ValueError("residual must be contiguous")
         num_rows, size = part.shape
         normed, total = torch.empty_like(part), torch.empty_like(part)
         if num_rows:

@@ -211,6 +211,21 @@ print("ended")
     assert "CUDA error" in ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("residual", "weight", "message"),
+    [
+        (torch.empty(2, 64), torch.empty(64), "residual must be"),
+        (torch.empty(3, 64, dtype=torch.float16), torch.empty(64), "residual must be"),
+        (torch.empty(64, 3).T, torch.empty(64), "residual must be contiguous"),
+        (torch.empty(3, 64), torch.empty(32), "weight must be contiguous"),
+    ],
+)
+def test_what_does_not_go_together(residual: torch.Tensor, weight: torch.Tensor, message: str) -> None:
+    first = PeerSum(memory_of(2, 4096, torch.device("cpu"))[0])
+    with pytest.raises(ValueError, match=message):
+        first.add_rms_norm(torch.empty(3, 64), residual, weight, 1e-6)
+
+
 def test_what_fits() -> None:
     first = PeerSum(memory_of(2, 4096, torch.device("cpu"))[0])
     assert first.takes(torch.empty(2048, dtype=torch.bfloat16))
