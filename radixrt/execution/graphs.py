@@ -15,9 +15,10 @@ from radixrt.schedule.passes import Features
 MAX_CAPTURED_BATCH = 2048  # requests
 FINE_BATCH = 512  # requests up to which sizes are close to one another
 CAPTURED_DRAWS = (Features(), Features(is_random=True), Features(is_random=True, has_top=True))
-TOKEN_SIZES = (256, 512, 1024, 2048, 3072, 4096, 6144, 8192, 10240, 12288, 14336, 16384)
-# Tokens times weights. A pass of more keeps an H200 busy for longer than launching its kernels one by one takes.
-MAX_WORK = 1.2e13
+TOKEN_SIZES = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 10240, 12288, 14336, 16384)
+# Tokens times weights. A pass of more keeps an H200 busy for longer than launching its kernels one by one takes,
+# also where a server's event loop takes turns with that.
+MAX_WORK = 2.1e13
 
 Launch = Callable[[], object]
 _one_at_a_time = threading.Lock()  # Runtimes of several threads capture on the same stream

@@ -33,7 +33,7 @@ def test_shapes_of_passes() -> None:
     assert small == sorted(small, key=lambda shape: (shape.num_tokens, shape.num_rows))
     assert all(shape.num_extends == min(shape.num_tokens // 2, 512) + 1 for shape in small)
     assert {shape.num_rows for shape in extend_shapes(16384, 2048, 600_000_000)} == {128, 512, 2048}
-    assert max(shape.num_tokens for shape in extend_shapes(16384, 512, 8_000_000_000)) == 1024
+    assert max(shape.num_tokens for shape in extend_shapes(16384, 512, 8_000_000_000)) == 2048
     assert not extend_shapes(16384, 512, 70_000_000_000)
     assert [shape.num_tokens for shape in extend_shapes(100, 1, 1000)] == [100]
     assert max(shape.num_tokens for shape in extend_shapes(2**20, 1, 1000)) == TOKEN_SIZES[-1]
