@@ -33,6 +33,12 @@ _SOME_BITS = re.compile(rb"[^\0]")  # a byte of a mask
 _OPTIONS: Any = {"whitespace_pattern": WHITESPACE}  # those of `x-guidance` in a schema go before them
 _STRICT: Any = {"lenient": False}  # no keyword is ignored, whatever a schema says
 GUIDED = json.dumps({"x-guidance": _OPTIONS | _STRICT})[1:-1]  # the same, of a schema within a grammar
+# Where all tokens of a slice may come, llguidance takes them together; it walks through all others. Slices are
+# blanks, and what JSON strings are made of, by its length. Its own end at 10 and 30 characters, too far apart for
+# strings of limited length.
+_SLICE_LENS = 7, 10, 13, 16, 30
+_IN_STRING = r'[^"\\\x00-\x1F\x7F]'
+_SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_IN_STRING}{{1,{most}}}" for most in _SLICE_LENS), f"{_IN_STRING}+"]
 
 
 class Refusal(Exception):
@@ -50,7 +56,7 @@ def token_map(vocabulary: dict[str, Any]) -> Any:
         beyond = range(len(tokens), vocabulary["size"])  # rows of the model that the tokenizer does not use
         tokens += [f"<unused {i}>".encode() for i in beyond]
         source = _tokens_of(tokens, [*vocabulary["special_ids"], *beyond], end_ids)
-    return LLTokenizer(source, n_vocab=vocabulary["size"], eos_token=end_ids)
+    return LLTokenizer(source, n_vocab=vocabulary["size"], eos_token=end_ids, slices=_SLICES)
 
 
 def _tokens_of(tokens: list[bytes], special_ids: list[int], end_ids: list[int] | None) -> Any:
