@@ -1,0 +1,217 @@
+"""The gated delta rule: a recurrent state instead of keys and values, decayed and corrected by each token.
+
+Yang, Kautz and Hatamizadeh, Gated Delta Networks (2024), arXiv 2412.06464; its form in chunks is that of Yang et
+al., Parallelizing Linear Transformers with the Delta Rule over Sequence Length (2024), arXiv 2406.06484.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from triton_ops.implementation import cdiv
+from triton_ops.recurrent.rows import StateRows, begun_states, leave_states
+
+CHUNK = 64  # tokens
+NORM_EPS = 1e-6  # beside the squares of a key or query
+LINEAR_FROM = 20.0  # softplus is its argument from there on, as torch has it
+
+
+def gated_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    rows: StateRows,
+) -> Tensor:
+    """The outputs of `gated_delta_reference`, whose states are read from and left in a pool.
+
+    Args:
+        q, k: `[T, num_k_heads, k_dim]`, any float dtype, as the convolution leaves them: they are normalised here.
+        v: `[T, num_v_heads, v_dim]` in the same dtype. `num_v_heads` is a multiple of `num_k_heads`: value head h
+            has key head `h // (num_v_heads // num_k_heads)`. Elements of a head lie side by side, in q and k too.
+        a, b: `[T, num_v_heads]` in q's dtype, any strides: of decay and of the share that is learnt.
+        a_log, dt_bias: `[num_v_heads]`, contiguous, any float dtype.
+        states: `[num_states, num_v_heads, k_dim, v_dim]`, float32 (or another float dtype: rounded when left), a
+            state contiguous. Those that `rows` leave are written.
+
+    Returns `[T, num_v_heads, v_dim]` in q's dtype, contiguous. What it holds at tokens of no row is undefined.
+
+    Raises ValueError where shapes or dtypes disagree.
+
+    In torch everything is computed in float32, or in float64 from such q: rows of several tokens in chunks of 64,
+    all rows of one token together.
+    """
+    _check(q, k, v, a, b, a_log, dt_bias, states)
+    out = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
+    tokens, read_from, write_to = rows.single()
+    if len(tokens):
+        at = _Tokens.of(q[tokens], k[tokens], v[tokens], a[tokens], b[tokens], a_log, dt_bias)
+        begun = begun_states(states, read_from).to(at.v.dtype)
+        read, left = _step(begun, at.q, at.k, at.v, at.log_decay, at.beta)
+        out[tokens] = read.to(out.dtype)
+        leave_states(states, write_to, left)
+    for start, length, begins, ends in rows.long():
+        of = slice(start, start + length)
+        at = _Tokens.of(q[of], k[of], v[of], a[of], b[of], a_log, dt_bias)
+        begun = begun_states(states, torch.tensor([begins], device=q.device)).to(at.v.dtype)
+        out[of], left = _in_chunks(begun[0], at)
+        leave_states(states, torch.tensor([ends], device=q.device), left[None])
+    return out
+
+
+def gated_delta_reference(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What the gated delta rule means, in float64, for the L tokens of one sequence, each head by itself.
+
+    From a state S `[k_dim, v_dim]`, token by token, with q and k divided by their lengths, and q by
+    `sqrt(k_dim)`::
+
+        decay = exp(-exp(a_log) * softplus(a + dt_bias))
+        beta = sigmoid(b), rounded to b's dtype as in transformers
+        S = decay * S
+        S = S + k (beta * (v - S^T k))^T
+        out = S^T q
+
+    The arguments are those of `gated_delta`, of L tokens and one `state [num_v_heads, k_dim, v_dim]`. Returns the
+    outputs `[L, num_v_heads, v_dim]` and the state that is left, in float64.
+    """
+    at = _Tokens.of(q, k, v, a, b, a_log, dt_bias, dtype=torch.float64)
+    out, state = torch.zeros_like(at.v), state.double()
+    for t in range(len(q)):
+        out[t], state = _step(state, at.q[t], at.k[t], at.v[t], at.log_decay[t], at.beta[t])
+    return out, state
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """What the rule takes of some tokens, for each value head: in float32, or in float64 from such q.
+
+    Attributes:
+        q, k: `[n, num_v_heads, k_dim]`, normalised.
+        v: `[n, num_v_heads, v_dim]`.
+        log_decay, beta: `[n, num_v_heads]`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor
+    beta: Tensor
+
+    @staticmethod
+    def of(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        a: Tensor,
+        b: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        dtype: torch.dtype = torch.float32,
+    ) -> _Tokens:
+        dtype = torch.promote_types(q.dtype, dtype)
+        group = v.shape[1] // k.shape[1]
+        # Of steps that torch computes alike at all places; softplus and sigmoid are not.
+        wide = a.to(dtype) + dt_bias.to(dtype)
+        softplus = torch.where(wide > LINEAR_FROM, wide, wide.exp().log1p())
+        beta = (1.0 / (-b.to(dtype)).exp().add_(1.0)).to(b.dtype)
+        return _Tokens(
+            _normalised(q.to(dtype)).mul_(q.shape[-1] ** -0.5).repeat_interleave(group, 1),
+            _normalised(k.to(dtype)).repeat_interleave(group, 1),
+            v.to(dtype),
+            softplus * -a_log.to(dtype).exp(),
+            beta.to(dtype),
+        )
+
+
+def _normalised(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
+
+
+def _step(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The output `[..., v_dim]` of a token, and the state `[..., k_dim, v_dim]` that it leaves."""
+    state = state * log_decay.exp()[..., None, None]
+    predicted = (state * k[..., None]).sum(-2)
+    state = state + k[..., None] * (beta[..., None] * (v - predicted))[..., None, :]
+    return (state * q[..., None]).sum(-2), state
+
+
+def _in_chunks(state: Tensor, at: _Tokens) -> tuple[Tensor, Tensor]:
+    """The outputs `[L, num_v_heads, v_dim]` of a sequence's tokens, and the state that the last of them leaves.
+
+    With G the sums of log decays from a chunk's begin, S the state there and u_t what token t adds to it,
+    `u_t = beta_t (v_t - exp(G_t) S^T k_t - sum_{i<t} exp(G_t - G_i) (k_t . k_i) u_i)`: a triangular system, solved
+    for all chunks at once, up to S. Then chunk after chunk
+    `out_t = exp(G_t) S^T q_t + sum_{i<=t} exp(G_t - G_i) (q_t . k_i) u_i`.
+    """
+    length = len(at.q)
+    size = min(CHUNK, length)
+    num_chunks = cdiv(length, size)
+
+    def cut(x: Tensor) -> Tensor:
+        """`[L, heads, ...]` as `[heads, chunks, size, ...]`; tokens beyond the end add and decay nothing."""
+        padded = x.new_zeros(num_chunks * size, *x.shape[1:])
+        padded[:length] = x
+        return padded.view(num_chunks, size, *x.shape[1:]).movedim(2, 0)
+
+    q, k, v, beta, sums = cut(at.q), cut(at.k), cut(at.v), cut(at.beta), cut(at.log_decay).cumsum(2)
+    later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu_(1)
+    between = (sums[..., :, None] - sums[..., None, :]).masked_fill_(later, -torch.inf).exp_()
+    system = beta[..., None] * between * (k @ k.mT)  # its diagonal, which is not 1, is not read
+    decayed = sums.exp()[..., None]
+    known = beta[..., None] * torch.cat([v, decayed * k], -1)
+    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+    own, per_state = solved.split([v.shape[-1], k.shape[-1]], -1)
+    inside = between * (q @ k.mT)
+    q = decayed * q
+    k = (sums[..., -1:] - sums).exp()[..., None] * k
+    whole = sums[..., -1].exp()[..., None, None]
+    out = torch.empty_like(v)
+    for c in range(num_chunks):
+        added = own[:, c] - per_state[:, c] @ state
+        out[:, c] = q[:, c] @ state + inside[:, c] @ added
+        state = whole[:, c] * state + k[:, c].mT @ added
+    return out.movedim(0, 2).flatten(0, 1)[:length], state
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, states: Tensor
+) -> None:
+    for name, heads in (("q", q), ("k", k), ("v", v)):
+        if heads.dim() != 3 or (heads.numel() and heads.stride(2) != 1):
+            raise ValueError(
+                f"{name} must be [T, heads, size], elements of a head side by side, but is {[*heads.shape]} with "
+                f"strides {[*heads.stride()]}"
+            )
+    num_tokens, num_v_heads, v_dim = v.shape
+    num_k_heads, k_dim = k.shape[1:]
+    if num_k_heads == 0 or num_v_heads == 0 or num_v_heads % num_k_heads:
+        raise ValueError(f"{num_v_heads} value heads are no multiple of {num_k_heads} key heads")
+    wanted = {
+        "q": (q, [num_tokens, num_k_heads, k_dim]),
+        "k": (k, [num_tokens, num_k_heads, k_dim]),
+        "v": (v, [num_tokens, num_v_heads, v_dim]),
+        "a": (a, [num_tokens, num_v_heads]),
+        "b": (b, [num_tokens, num_v_heads]),
+    }
+    for name, (tensor, shape) in wanted.items():
+        if [*tensor.shape] != shape or tensor.dtype != q.dtype:
+            raise ValueError(f"{name} must be {shape} in {q.dtype}, but is {[*tensor.shape]} in {tensor.dtype}")
+    for name, vector in (("a_log", a_log), ("dt_bias", dt_bias)):
+        if [*vector.shape] != [num_v_heads] or not vector.is_contiguous():
+            raise ValueError(f"{name} must be contiguous [{num_v_heads}], but is {[*vector.shape]}")
+    if [*states.shape[1:]] != [num_v_heads, k_dim, v_dim] or len(states) == 0 or not states[0].is_contiguous():
+        raise ValueError(
+            f"states must be [num_states, {num_v_heads}, {k_dim}, {v_dim}], each contiguous, but are "
+            f"{[*states.shape]} with strides {[*states.stride()]}"
+        )
