@@ -66,11 +66,13 @@ class RunLimits:
         pool_tokens: tokens that the KV pool holds.
         max_running_requests: requests that run at once.
         chunked_prefill_size: prompt tokens that one pass computes.
+        num_states: states that there are, those of running requests among them, of a model that keeps some.
     """
 
     pool_tokens: int
     max_running_requests: int = GPU_LIMITS.max_running_requests
     chunked_prefill_size: int = GPU_LIMITS.chunked_prefill_size
+    num_states: int | None = None
 
     @property
     def of_pass(self) -> PassLimits:

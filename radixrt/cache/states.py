@@ -1,7 +1,7 @@
-"""Who has which state, of a model whose layers keep one for each sequence beside, or instead of, the KV of tokens.
+"""Who has which state, of a model of which some layers keep one for a sequence instead of the KV of its tokens.
 
-A state is what such layers know of a whole prefix: unlike KV it cannot be cut, so that a prefix is of use only up to
-where one was kept. Every state is in exactly one of these places:
+A state is what such layers know of a whole prefix. Unlike KV it cannot be cut: a prefix is of use only up to where
+one was kept. Every state is in exactly one of these places:
 
     reserved  state 0: rows that begin with it begin with zeros
     free      in the allocator's free list
@@ -14,6 +14,8 @@ A pass names for each row the state that it begins with and the one that it leav
 the first pass of a lease reads a kept state and leaves the lease's own; one that ends where prompts part leaves a
 fresh one, which the next pass reads.
 """
+
+# Tests: tests/properties/test_state_machine.py, tests/properties/test_mutants.py, tests/planning/test_batch_plan.py
 
 from __future__ import annotations
 
@@ -30,13 +32,14 @@ if TYPE_CHECKING:
     from radixrt.cache.radix_tree import Node
 
 NO_STATE = 0
+FOR_FRESH = 2  # states that leases begin without, as long as others run: what is not kept is computed again
 
 
 class States:
     """Lends states to leases, and keeps some at nodes; `PrefixCache` says when.
 
-    Kept states make room for others: first those where no prompts part (the ends of answers), then those whose node
-    was used longest ago, but never one that a lease is about to begin with.
+    Kept states make room for others: first ends of answers that nobody has gone on from, then those whose node was
+    used longest ago, but never one that a lease is about to begin with.
 
     Attributes:
         own: by the row of a lease, int32 `[max_requests]`: the state that its passes may overwrite.
@@ -48,8 +51,11 @@ class States:
         self.allocator = allocator
         self.own, self.at = np.zeros((2, max_requests), np.int32)
         self.kept: dict[int, Node] = {}
+        # Of kept ones with which no lease has begun yet: of ends of answers, and of places where prompts part.
+        self.ends, self.unused = set[int](), set[int]()
         self.pending: deque[tuple[int, int]] = deque()  # after which pass, and which state
         self.fresh: dict[int, dict[int, int]] = {}  # by row, those that were left and not published, by position
+        self._num_begun = 0  # leases that have one of their own
         self._readers: Counter[int] = Counter()  # of kept and fresh states: rows whose next pass begins with it
         self._coming: list[int] = []  # what the coming pass reads of them
 
@@ -58,12 +64,16 @@ class States:
         False if there is none, at least until passes in flight have ended.
         """
         self._readers[node.state] += 1  # which must not go
-        self.make_room(1, passes)
-        own = self._taken()
+        reserved = FOR_FRESH if self._num_begun else 0
+        self.make_room(1 + reserved, passes)
+        own = self._taken() if self.allocator.num_free > reserved else None
         if own is None:
             self._readers[node.state] -= 1
             return False
         self.own[row], self.at[row] = own, node.state
+        self._num_begun += 1
+        self.ends.discard(node.state)
+        self.unused.discard(node.state)
         return True
 
     def step(self, row: int, keep_at: int | None, passes: tuple[int, int]) -> tuple[int, int]:
@@ -92,8 +102,8 @@ class States:
         return before, after
 
     def publish(self, row: int, position: int, node: Node, passes: tuple[int, int]) -> None:
-        """Keep, at the node that ends at `position`, the fresh state that was left there, if one was; what was left
-        before, and what the node has already, is given up. `passes`: how many were launched, and have ended.
+        """Keep, at the node that ends at `position`, the fresh state that was left there, if one was; given up is
+        what was left before, and what the node has already. `passes`: how many were launched, and have ended.
         """
         fresh = self.fresh.get(row)
         if fresh is None:
@@ -102,6 +112,7 @@ class States:
             state = fresh.pop(at)
             if at == position and not node.state:
                 self._keep(state, node)
+                self.unused.add(state)
             elif self.at[row] == state:  # its next pass needs it: it becomes the lease's own
                 self._give_up(int(self.own[row]), passes)
                 self._readers[state] -= 1
@@ -120,17 +131,18 @@ class States:
             self._readers[at] -= 1
         if node is not None and not node.state and node.parent is not None and at == own:
             self._keep(own, node)
+            self.ends.add(own)
         else:
             self._give_up(own, passes)
         for state in self.fresh.pop(row, {}).values():
             self._give_up(state, passes)
         self.own[row] = self.at[row] = NO_STATE
+        self._num_begun -= 1
 
     def drop(self, given_up: Iterable[int], passes: tuple[int, int]) -> None:
         """Give up states whose nodes have left the device."""
         for state in given_up:
-            del self.kept[state]
-            self._give_up(state, passes)
+            self._forget(state, passes)
 
     def pass_launched(self) -> None:
         """What the coming pass reads need not be kept for it any more: it comes before all that overwrites it."""
@@ -151,13 +163,19 @@ class States:
         if missing <= 0:
             return
         candidates = sorted(
-            (bool(node.children), node.last_access, state)
-            for state, node in self.kept.items()
-            if not self._readers[state] and not (ends_only and node.children)
+            (state not in self.ends, state in self.unused, self.kept[state].last_access, state)
+            for state in (self.ends if ends_only else self.kept)
+            if not self._readers[state]
         )
-        for _, _, state in candidates[:missing]:
-            self.kept.pop(state).state = NO_STATE
-            self._give_up(state, passes)
+        for *_, state in candidates[:missing]:
+            self.kept[state].state = NO_STATE
+            self._forget(state, passes)
+
+    def _forget(self, state: int, passes: tuple[int, int]) -> None:
+        del self.kept[state]
+        self.ends.discard(state)
+        self.unused.discard(state)
+        self._give_up(state, passes)
 
     def _taken(self) -> int | None:
         taken = self.allocator.alloc(1)
@@ -180,3 +198,8 @@ class States:
 
     def _free(self, state: int) -> None:
         self.allocator.free(np.array([state], np.int32))
+
+
+def states_of(num_states: int | None, max_requests: int) -> States | None:
+    """So many states, beside the reserved one, for that many rows; None for None."""
+    return None if num_states is None else States(SlotAllocator(num_states + 1), max_requests)

@@ -117,6 +117,8 @@ class Admission:
                 # for the rest of it, or leaders of other prefixes would take that, and evict this prefix before it
                 # comes.
                 promised += max(0, demand - match.leader_match_len)
+                if cache.states is not None:
+                    match.keep_where_it_parts()
                 continue
             tokens = answer.tokens()
             reserve = promised + demand - len(tokens) if self.running else 0
