@@ -475,7 +475,6 @@ class PrefixCache(CountsHits):
             self.states.drop(self.tree.states_given_up, self.passes)
             self.tree.states_given_up.clear()
 
-
     def _load(self, top: Node, namespace: Namespace, matched: Tokens, slots: Slots) -> tuple[Node, int]:
         """Load what only the host has of matched tokens, below `top`, into `slots`. Returns their end, locked, and
         the number of tokens loaded.

@@ -15,7 +15,7 @@ the first pass of a lease reads a kept state and leaves the lease's own; one tha
 fresh one, which the next pass reads.
 """
 
-# Tests: tests/properties/test_state_machine.py, tests/properties/test_mutants.py, tests/planning/test_batch_plan.py
+# Tests: tests/properties/test_state_machine.py, tests/properties/test_mutants.py
 
 from __future__ import annotations
 

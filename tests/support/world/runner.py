@@ -321,8 +321,8 @@ class SimulatedRunner:
             self._require(name, np.array_equal(slots, self.req_to_token[row, :end]), answer.request.index)
             for position, slot in enumerate(slots.tolist()):
                 if position == start and batch.state_reads is not None and not self._tainted(flight, i):
-                    begun = int(batch.state_reads[i])
-                    got = began_with.get(begun, POISON) if begun else start_of(answer.request.namespace, self.weights)
+                    begun, zeros = int(batch.state_reads[i]), start_of(answer.request.namespace, self.weights)
+                    got = began_with.get(begun, POISON) if begun else zeros
                     self._require("20: a row begins with the state of its prefix", got == read, (i, begun, start))
                 if position >= start:
                     token = int(batch.input_ids[at])

@@ -58,7 +58,7 @@ class Sizes:
     families: bool = False  # walks submit prompts that begin with one another, together
     drops: bool = False  # some requests say how little of them later ones need
     forms: bool = False  # some answers have a form; not beside drafts
-    spare_states: int | None = None  # beside one for each row, of a model that keeps states; not beside a host tier
+    spare_states: int | None = None  # of a model that keeps some: beside one for each row; not with a host tier
 
 
 class CheckedEngine:
