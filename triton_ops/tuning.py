@@ -642,7 +642,7 @@ class BlockConfig:
 
 ELEMENTWISE = BlockConfig(1024, 4)  # activations, and the weighted sum of experts
 CONV_CHUNK = 16  # tokens of a program of a causal convolution, which is of this many channels:
-CONV_EXTEND = BlockConfig(256, 4)
+CONV_EXTEND = BlockConfig(128, 4)
 CONV_STEP = BlockConfig(256, 2)  # of one token
 E4M3_ROW = BlockConfig(16_384, 16)  # at most, of a row that is quantised: shorter ones have as much for each warp
 E4M3_GROUPS = BlockConfig(2048, 4)  # of a row that is quantised in groups

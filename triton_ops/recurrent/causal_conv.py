@@ -162,7 +162,7 @@ def _causal_conv_kernel(
     for j in tl.static_range(WIDTH):
         at = t - (WIDTH - 1) + j
         value = tl.load(x + (start + at) * x_stride + c[None, :], mask=in_chunk & (at >= 0), other=0.0)
-        if j < WIDTH - 1:
+        if first == 0:  # not only masked: what is loaded in another order is sorted in shared memory
             kept = states + begins * state_stride + c[None, :] * (WIDTH - 1) + t + j
             before = tl.load(kept, mask=in_chunk & (at < 0) & (begins != 0), other=0.0)
             value = tl.where(at < 0, before, value)

@@ -94,9 +94,8 @@ def delta_within_kernel(
         tl.load(a_log + head),
         tl.load(dt_bias + head),
     )
-    # Beyond the end nothing decays and nothing is learnt.
+    # Beyond the end nothing decays, and of keys and values of zeros nothing is learnt.
     log_decay = tl.where(live, log_decay, 0.0)
-    beta = tl.where(live, beta, 0.0)
     sums = tl.cumsum(log_decay, 0)
     # Of the same sums, whose roundings a difference would else show.
     whole = tl.sum(tl.where(t == CHUNK - 1, sums, 0.0), 0)
