@@ -11,12 +11,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from triton_ops.implementation import cdiv
+from triton_ops.implementation import Impl, cdiv, gpu_of, next_power_of_2, overlapped, runs_triton
+from triton_ops.recurrent.gated_delta_kernels import (
+    LINEAR_FROM,
+    NORM_EPS,
+    delta_across_kernel,
+    delta_step_kernel,
+    delta_within_kernel,
+)
 from triton_ops.recurrent.rows import StateRows, begun_states, leave_states
+from triton_ops.tuning import DELTA_DTYPES, MAX_DELTA_DIM, delta_chunks_config, delta_step_config
 
-CHUNK = 64  # tokens
-NORM_EPS = 1e-6  # beside the squares of a key or query
-LINEAR_FROM = 20.0  # softplus is its argument from there on, as torch has it
+CHUNK = 64  # tokens, in torch
 
 
 def gated_delta(
@@ -29,6 +35,8 @@ def gated_delta(
     dt_bias: Tensor,
     states: Tensor,
     rows: StateRows,
+    *,
+    impl: Impl = "auto",
 ) -> Tensor:
     """The outputs of `gated_delta_reference`, whose states are read from and left in a pool.
 
@@ -43,12 +51,15 @@ def gated_delta(
 
     Returns `[T, num_v_heads, v_dim]` in q's dtype, contiguous. What it holds at tokens of no row is undefined.
 
-    Raises ValueError where shapes or dtypes disagree.
+    Raises ValueError where shapes or dtypes disagree, and where the kernels have no room for k_dim.
 
     In torch everything is computed in float32, or in float64 from such q: rows of several tokens in chunks of 64,
-    all rows of one token together.
+    all rows of one token together. So do the kernels, but in a chunk they multiply in q's dtype and add in
+    float32: the state is float32 from chunk to chunk, and rounded where a product reads it.
     """
     _check(q, k, v, a, b, a_log, dt_bias, states)
+    if runs_triton(impl, q.device):
+        return _launch(q, k, v, a, b, a_log, dt_bias, states, rows)
     out = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
     tokens, read_from, write_to = rows.single()
     if len(tokens):
@@ -182,6 +193,115 @@ def _in_chunks(state: Tensor, at: _Tokens) -> tuple[Tensor, Tensor]:
         out[:, c] = q[:, c] @ state + inside[:, c] @ added
         state = whole[:, c] * state + k[:, c].mT @ added
     return out.movedim(0, 2).flatten(0, 1)[:length], state
+
+
+# --- the kernels ---
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    rows: StateRows,
+) -> Tensor:
+    (num_tokens, num_heads, v_dim), k_dim, num_extends = v.shape, q.shape[2], rows.num_extends
+    if q.dtype not in DELTA_DTYPES:
+        raise ValueError(f"q must be in one of {[*DELTA_DTYPES]}, but is in {q.dtype}")
+    if k_dim > MAX_DELTA_DIM:
+        raise ValueError(f"k_dim is {k_dim}, but the kernels have room for {MAX_DELTA_DIM}")
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    num_steps = len(rows.lens) - num_extends
+    if num_tokens == 0:
+        return out
+    gpu, block_k = gpu_of(q.device), max(16, next_power_of_2(k_dim))
+    heads = {"NUM_V_HEADS": num_heads, "GROUP": num_heads // k.shape[1], "K_DIM": k_dim, "BLOCK_K": block_k}
+    queries_and_keys = {
+        "q": q,
+        "k": k,
+        "q_stride": q.stride(0),
+        "q_head_stride": q.stride(1),
+        "k_stride": k.stride(0),
+        "k_head_stride": k.stride(1),
+    }
+    gates = {
+        "a": a,
+        "b": b,
+        "a_log": a_log,
+        "dt_bias": dt_bias,
+        "a_stride": a.stride(0),
+        "a_head_stride": a.stride(1),
+        "b_stride": b.stride(0),
+        "b_head_stride": b.stride(1),
+    }
+    columns = {
+        "v": v,
+        "states": states,
+        "out": out,
+        "v_stride": v.stride(0),
+        "v_head_stride": v.stride(1),
+        "state_stride": states.stride(0),
+        "V_DIM": v_dim,
+    }
+    if num_extends:
+        config = delta_chunks_config(gpu, k_dim, v_dim, q.dtype)
+        # As many chunks as the extends may have, however their tokens are shared out.
+        num_chunks = num_tokens // config.chunk + num_extends
+        tiles = torch.empty(2, num_chunks, num_heads, config.chunk**2, dtype=q.dtype, device=q.device)
+        parts = {
+            "solved": tiles[0],
+            "inside": tiles[1],
+            "factors": torch.empty(num_chunks, num_heads, 4, config.chunk, device=q.device),
+        }
+        delta_within_kernel[(num_chunks * num_heads,)](
+            start_loc=rows.start_loc,
+            lens=rows.lens,
+            num_rows=num_extends,
+            **queries_and_keys,
+            **gates,
+            **parts,
+            **heads,
+            CHUNK=config.chunk,
+            PRECISION=config.precision,
+            SOLVE_PRECISION=config.solve_precision,
+            num_warps=config.within_warps,
+            maxnreg=config.within_registers,
+        )
+        delta_across_kernel[(num_extends * num_heads * cdiv(v_dim, config.block_v),)](
+            start_loc=rows.start_loc,
+            lens=rows.lens,
+            read_from=rows.read_from,
+            write_to=rows.write_to,
+            **queries_and_keys,
+            **columns,
+            **parts,
+            **heads,
+            BLOCK_V=config.block_v,
+            CHUNK=config.chunk,
+            NUM_STAGES=config.num_stages,
+            PRECISION=config.precision,
+            num_warps=config.across_warps,
+        )
+    if num_steps:
+        block_v, num_warps = delta_step_config(gpu, v_dim)
+        delta_step_kernel[(num_steps * num_heads * cdiv(v_dim, block_v),)](
+            start_loc=rows.start_loc[num_extends:],
+            lens=rows.lens[num_extends:],
+            read_from=rows.read_from[num_extends:],
+            write_to=rows.write_to[num_extends:],
+            **queries_and_keys,
+            **gates,
+            **columns,
+            **heads,
+            BLOCK_V=block_v,
+            num_warps=num_warps,
+            **overlapped(q.device, num_steps),
+        )
+    return out
 
 
 def _check(

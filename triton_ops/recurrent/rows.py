@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from triton_ops.implementation import tl, triton
+
 ZERO_STATE = 0  # rows that begin with it begin with zeros; what they leave in it nobody reads
 
 
@@ -77,3 +79,34 @@ def leave_states(states: Tensor, write_to: Tensor, left: Tensor) -> None:
     """`states[write_to] = left`, except for state 0. `write_to` is int64 `[n]`."""
     kept = write_to != ZERO_STATE
     states[write_to[kept]] = left[kept].to(states.dtype)
+
+
+# --- for kernels ---
+
+
+@triton.jit
+def find_chunk(lens, num_rows, nth, SIZE: tl.constexpr):
+    """Of all rows' chunks of SIZE tokens one after the other, the `nth`: its row, which is `num_rows` or more
+    beyond the last chunk, and its number in that row.
+    """
+    row = 0
+    before = 0
+    total = 0
+    for first in range(0, num_rows, 128):
+        index = first + tl.arange(0, 128)
+        chunks = (tl.load(lens + index, mask=index < num_rows, other=0) + SIZE - 1) // SIZE
+        passed = total + tl.cumsum(chunks, 0) <= nth
+        row += tl.sum(passed.to(tl.int32), 0)
+        before += tl.sum(tl.where(passed, chunks, 0), 0)
+        total += tl.sum(chunks, 0)
+    return row, nth - before
+
+
+@triton.jit
+def chunks_before(lens, row, SIZE: tl.constexpr):
+    """The number of chunks of all rows before `row`."""
+    before = 0
+    for first in range(0, row, 128):
+        index = first + tl.arange(0, 128)
+        before += tl.sum((tl.load(lens + index, mask=index < row, other=0) + SIZE - 1) // SIZE, 0)
+    return before
