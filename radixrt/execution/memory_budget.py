@@ -92,8 +92,7 @@ def measured_pass_memory(
 
     torch.cuda.empty_cache()
     before = free()
-    shape = len(model.layers), config.num_kv_heads, config.head_dim
-    pool = TokenToKVPool(2, *shape, dtype=kv_dtype, device=device)
+    pool = TokenToKVPool(2, model.kv_layout(kv_dtype), device=device)
     pool.buffer.zero_()
     runner = ModelRunner(model, rows, pool, device, captured=captured, tree=tree)
     runner.collect(runner.launch(largest_pass(limits, config.context_length)))

@@ -18,6 +18,7 @@ from transformers import AutoConfig
 
 from layers.quantization import Quantization
 from layers.rotary import RopeParameters
+from memory_pool.kv_layout import KVLayout
 from radixrt.checks import check_int
 from radixrt.errors import ModelError, ParameterError
 from radixrt.models.families import text_models_of
@@ -159,6 +160,11 @@ class ModelConfig:
         for kind in self.attention:
             if kind.window is not None and kind.window < 1:
                 raise ModelError(f"sliding_window is {kind.window}; a token sees at least itself")
+
+    def kv_layout(self, dtype: torch.dtype, layers: range | None = None) -> KVLayout:
+        """What some layers keep, or all of them, with KV in `dtype`."""
+        layers = range(self.num_layers) if layers is None else layers
+        return KVLayout(len(layers), self.num_kv_heads, self.head_dim, dtype)
 
     def with_context_length(self, context_length: int) -> Self:
         """Return the config for sequences up to `context_length`, 2 to `max_context_length`, or ParameterError."""

@@ -26,6 +26,7 @@ from layers.radix_attention import KVCache, RadixAttention
 from layers.ranks import Addend, whole
 from layers.vocabulary import Embedding, LogitsHead
 from layers.weight import Weight
+from memory_pool.kv_layout import KVLayout
 from radixrt.models.config import ModelConfig
 from triton_ops.activations.gelu_and_mul import gelu_and_mul
 from triton_ops.activations.quantised_rows import QuantisedRows
@@ -316,6 +317,10 @@ class Decoder(nn.Module):
         """Return the `cos_sin_cache` of a layer, shared by all layers of that rope; None if it has no rope."""
         rope = self.config.attention[layer_id].rope
         return None if rope is None else self._rotaries[rope]
+
+    def kv_layout(self, dtype: torch.dtype) -> KVLayout:
+        """What the blocks keep, with KV in `dtype`."""
+        return self.config.kv_layout(dtype, self.layers)
 
     @cached_property
     def num_unlike_blocks(self) -> int:

@@ -190,8 +190,8 @@ def assemble_rank(
     kv_dtype = E4M3 if config.kv_dtype == "fp8" else decoder.placement.dtype
     if kv_dtype == E4M3 and model_config.head_dim % 2:
         raise ParameterError(f"kv_dtype is 'fp8', which wants an even head_dim; it is {model_config.head_dim}")
-    shape = (len(decoder.layers), model_config.num_kv_heads, model_config.head_dim)
-    bytes_per_slot = TokenToKVPool.bytes_per_slot(*shape, kv_dtype)
+    layout = decoder.kv_layout(kv_dtype)
+    bytes_per_slot = layout.bytes_per_token
     limits = _pass_limits(config, model_config, device, bytes_per_slot)
     limits = replace(limits, max_running_requests=group.least(limits.max_running_requests))
     captured = limits if captures else NO_PASSES
@@ -220,7 +220,7 @@ def assemble_rank(
         share /= group.shape.size  # all ranks take of the same memory
     slots = pool_slots(device, bytes_per_slot, memory_fraction=share, max_total_tokens=wanted, promised=for_passes)
     slots = group.least(slots)
-    kv_pool = TokenToKVPool(slots, *shape, dtype=kv_dtype, device=device)
+    kv_pool = TokenToKVPool(slots, layout, device=device)
     if scales is not None:
         kv_pool.set_scales(scales)
     host_pool = None
