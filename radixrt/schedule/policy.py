@@ -39,6 +39,7 @@ class SchedulerConfig:
     max_loaded_chunks: int = 4  # about how many chunks of tokens a pass waits for from the host
     room_passes: int = 4  # decode passes to make room for once answers must be retracted
     num_lanes: int = 1  # parts of the decoding answers that take turns, for as many passes in flight; see `Lanes`
+    keeps_states: bool = False  # stand-in
 
     def __post_init__(self) -> None:
         if self.max_samples_per_pass < self.max_running_requests:  # every running answer may sample one

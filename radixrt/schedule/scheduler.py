@@ -253,6 +253,9 @@ class Scheduler:
             answers = (*(chunk.answer for chunk in chunks), *decodes)
             extends = self._extend_columns(chunks, count)
             columns = {name: np.concatenate([column, columns[name]]) for name, column in extends.items()}
+        if self.config.keeps_states:  # stand-in: a row's state is its own, and nothing is matched
+            columns["state_writes"] = columns["req_pool_indices"] + np.int32(1)
+            columns["state_reads"] = np.where(columns["prefix_lens"] == 0, np.int32(0), columns["state_writes"])
         draws = [columns[name] for name in ("req_pool_indices", "seq_lens", "num_samples")]
         sampling = self._admission.sampling.prepare(answers, *draws)
         if self._lanes is not None:
