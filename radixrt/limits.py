@@ -39,15 +39,26 @@ CPU_LIMITS = PassLimits(max_running_requests=64, chunked_prefill_size=2048)
 
 _BYTES_A_LOGIT = 17  # of a pass whose requests want everything; measured on an H200
 _MAX_SHARE = 0.15  # of the free memory, for what grows with the requests at once
+_SHARE_OF_STATES = (
+    0.25  # of the free memory, for states of those requests, and as much again for those that are kept
+)
 _TOKENS_A_REQUEST = 256  # that the KV pool should hold for each
 
 
 def requests_at_once(
-    most: int, free: int, pool: int, bytes_per_slot: int, *, context_length: int, vocab_size: int
+    most: int,
+    free: int,
+    pool: int,
+    bytes_per_slot: int,
+    *,
+    context_length: int,
+    vocab_size: int,
+    bytes_per_state: int = 0,
 ) -> int:
     """How many requests run at once where nobody says: `most`, or a half or a quarter of it, so that what they
     take in passes is a small share of `free` bytes, and no more than a KV pool of `pool` bytes leaves of them, and
-    the pool holds some hundred tokens for each.
+    the pool holds some hundred tokens for each. Where layers keep a state of each sequence, fewer, if a quarter of
+    `free` does not hold so many.
 
     More at once took memory, never time: docs/lab-notebook/2026-11-22-requests-at-once.md.
     """
@@ -55,7 +66,18 @@ def requests_at_once(
     per_request = limits.max_samples * vocab_size * _BYTES_A_LOGIT + limits.num_rows * context_length * 4
     room = min(_MAX_SHARE * free, free - pool if pool < free else _MAX_SHARE * free)
     fitting = min(room / per_request, pool / (_TOKENS_A_REQUEST * bytes_per_slot))
-    return next((count for count in (most, most // 2) if count <= fitting), most // 4)
+    found = next((count for count in (most, most // 2) if count <= fitting), most // 4)
+    if bytes_per_state:
+        rows = int(_SHARE_OF_STATES * free) // bytes_per_state
+        found = max(1, min(found, rows * 2 // 3 - 1))  # at which there are no more rows than that
+    return found
+
+
+def kept_states(limits: PassLimits, free: int, bytes_per_state: int) -> int:
+    """How many states of sequences are kept for others that begin alike: as many as requests run at once, and no
+    more than a quarter of `free` bytes holds.
+    """
+    return min(limits.max_running_requests, int(_SHARE_OF_STATES * free) // bytes_per_state)
 
 
 @dataclass(frozen=True)
@@ -66,13 +88,13 @@ class RunLimits:
         pool_tokens: tokens that the KV pool holds.
         max_running_requests: requests that run at once.
         chunked_prefill_size: prompt tokens that one pass computes.
-        num_states: states that there are, those of running requests among them, of a model that keeps some.
+        num_states: states of sequences that are held at once; 0 of a model that keeps none.
     """
 
     pool_tokens: int
     max_running_requests: int = GPU_LIMITS.max_running_requests
     chunked_prefill_size: int = GPU_LIMITS.chunked_prefill_size
-    num_states: int | None = None
+    num_states: int = 0
 
     @property
     def of_pass(self) -> PassLimits:

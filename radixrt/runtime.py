@@ -584,6 +584,11 @@ class Runtime:
     # -- inside --------------------------------------------------------------------------------------------
 
     def _check_keeps_a_cache(self, name: str) -> None:
+        if self.parts.limits.num_states:
+            raise ParameterError(
+                f"{name} keeps KV alone, but layers of this model keep a state of each sequence, without which "
+                "nothing is reused"
+            )
         if not self.parts.cache.enabled:
             raise ParameterError(f"{name} needs a prefix cache, but enable_prefix_cache is False")
 

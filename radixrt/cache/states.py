@@ -200,6 +200,6 @@ class States:
         self.allocator.free(np.array([state], np.int32))
 
 
-def states_of(num_states: int | None, max_requests: int) -> States | None:
-    """So many states, beside the reserved one, for that many rows; None for None."""
-    return None if num_states is None else States(SlotAllocator(num_states + 1), max_requests)
+def states_of(num_states: int, max_requests: int) -> States | None:
+    """So many states, beside the reserved one, for that many rows; None for 0."""
+    return States(SlotAllocator(num_states + 1), max_requests) if num_states else None
