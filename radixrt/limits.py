@@ -42,6 +42,7 @@ _MAX_SHARE = 0.15  # of the free memory, for what grows with the requests at onc
 _SHARE_OF_STATES = (
     0.25  # of the free memory, for states of those requests, and as much again for those that are kept
 )
+_FEWEST_KEPT = 64  # states: a tree of prompts parts at several depths
 _TOKENS_A_REQUEST = 256  # that the KV pool should hold for each
 
 
@@ -74,10 +75,10 @@ def requests_at_once(
 
 
 def kept_states(limits: PassLimits, free: int, bytes_per_state: int) -> int:
-    """How many states of sequences are kept for others that begin alike: as many as requests run at once, and no
-    more than a quarter of `free` bytes holds.
+    """How many states of sequences are kept for others that begin alike: as many as requests run at once, or 64 if
+    that is more, and no more than a quarter of `free` bytes holds.
     """
-    return min(limits.max_running_requests, int(_SHARE_OF_STATES * free) // bytes_per_state)
+    return min(max(limits.max_running_requests, _FEWEST_KEPT), int(_SHARE_OF_STATES * free) // bytes_per_state)
 
 
 @dataclass(frozen=True)

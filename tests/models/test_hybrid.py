@@ -5,6 +5,7 @@ Logits: test_parity.py.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from functools import cache, partial
@@ -292,7 +293,7 @@ LAYOUT = KVLayout(1, 2, 16, torch.float32, StateLayout(2, 96, 4, 4, 16, 8, torch
 SIZE = LAYOUT.bytes_per_state
 
 
-@pytest.mark.parametrize(("free", "count"), [(1000, 1 + 31 + 20), (60, 1 + 31 + 15), (32, 1 + 31 + 8)])
+@pytest.mark.parametrize(("free", "count"), [(1000, 1 + 31 + 64), (60, 1 + 31 + 15), (32, 1 + 31 + 8)])
 def test_states_of_rows_and_some_that_are_kept(monkeypatch: pytest.MonkeyPatch, free: int, count: int) -> None:
     monkeypatch.setattr(memory_budget, "_free_bytes", lambda device: 2 * free * SIZE)
     assert pool_states(CPU, LAYOUT, PassLimits(20, 64), 0.5) == count
@@ -328,7 +329,7 @@ def test_fewer_requests_at_once_where_each_has_a_state(gigabytes: float, count: 
 def test_a_runtime_has_them(folder: Path) -> None:
     with Runtime(folder, device="cpu", max_total_tokens=300, max_running_requests=6) as runtime:
         states = runtime.parts.model.kv_pool.states
-        assert states.allocator.capacity == runtime.parts.limits.num_states == 10 + 6
+        assert states.allocator.capacity == runtime.parts.limits.num_states == 10 + 64
 
 
 # --- what is refused ---
@@ -380,3 +381,61 @@ def test_linear_attention_of_other_models_is_refused(tmp_path: Path) -> None:
     file.write_text(json.dumps(given))
     with pytest.raises(ModelError, match=r"layers of kind linear_attention are not supported; full_attention and"):
         load_model(tmp_path)
+
+
+# --- states that are kept ---
+
+
+def tree(*, depth: int, seed: int = 0) -> list[list[int]]:
+    """Prompts that part at odd places: below each, two to three others."""
+    drawn = np.random.default_rng(seed)
+
+    def below(prefix: list[int], levels: int) -> list[list[int]]:
+        own = prefix + drawn.integers(3, checkpoints.VOCAB_SIZE, int(drawn.integers(5, 30))).tolist()
+        if not levels:
+            return [own]
+        return [prompt for _ in range(int(drawn.integers(2, 4))) for prompt in below(own, levels - 1)]
+
+    return below([], depth)
+
+
+def shared_lens(asked: list[list[int]]) -> int:
+    """Tokens that prompts have in common with those before them, in lexicographic order: no engine finds more."""
+    ordered = sorted(asked)
+    return sum(
+        next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+        for one, other in itertools.pairwise(ordered)
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"chunked_prefill_size": 24}, {"max_running_requests": 3}], ids=str)
+def test_prefixes_of_a_tree(reference: tuple[Any, Path], options: dict[str, Any]) -> None:
+    """Each is computed once, cold: states are kept where prompts part. Then all but the last tokens are there."""
+    model, folder = reference
+    asked = tree(depth=3)
+    with small_runtime(folder, max_total_tokens=2000, **options) as runtime:
+        found = runtime.generate(asked, GREEDY)
+        assert [list(output.token_ids) for output in found] == [expected(model, prompt) for prompt in asked]
+        assert sum(output.usage.cached_tokens for output in found) == shared_lens(asked)
+        again = runtime.generate(asked[::-1], GREEDY)
+        assert [list(output.token_ids) for output in again] == [expected(model, prompt) for prompt in asked[::-1]]
+        assert sum(output.usage.cached_tokens for output in again) >= shared_lens(asked)
+
+
+def test_a_prompt_again(folder: Path) -> None:
+    """Its first run leaves a state at the end of its answer, the second before the last token of the prompt."""
+    (prompt,) = prompts(50)
+    with small_runtime(folder) as runtime:
+        cached = [runtime.generate(prompt, GREEDY).usage.cached_tokens for _ in range(3)]
+        first = runtime.generate(prompt, GREEDY)
+        longer = runtime.generate([*prompt, *first.token_ids, 5], GREEDY)
+    assert cached == [0, 0, 49]
+    assert longer.usage.cached_tokens == 50 + GREEDY.max_new_tokens - 1
+
+
+def test_several_answers_compute_their_prompt_once(folder: Path) -> None:
+    (prompt,) = prompts(50)
+    with small_runtime(folder) as runtime:
+        output = runtime.generate(prompt, SamplingParams(n=6, temperature=1.0, max_new_tokens=4))
+        assert output.usage.recomputed_tokens == 0
+        assert runtime.parts.engine.activity.extended_tokens == 50 + 5  # and the first token of each but one
