@@ -19,8 +19,8 @@ from triton_ops.recurrent.rows import StateRows
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of the interpreter, on purpose
 
 # Of the greatest element. Steps round what they read out alone; in chunks, products round what they multiply.
-DELTA_STEP = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-DELTA_CHUNKS = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+DELTA_STEP = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+DELTA_CHUNKS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -55,7 +55,7 @@ def test_steps(
     """Rows of one token or none, none of them an extend."""
     rows = state_rows([1, 1, 0, 1, 0], kernel_device)
     inputs = DeltaInputs.random(3, heads, dims, dtype=dtype, device=kernel_device)
-    check_delta(inputs, rows, DELTA_STEP[dtype], 2e-6)
+    check_delta(inputs, rows, DELTA_STEP[dtype], 5e-6)
     rounded = replace(inputs, states=inputs.states.half())
     check_delta(rounded, rows, DELTA_STEP[dtype], 6e-4)
 

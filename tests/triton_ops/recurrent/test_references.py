@@ -24,9 +24,7 @@ from triton_ops.recurrent.causal_conv import causal_conv
 from triton_ops.recurrent.gated_delta import gated_delta, gated_delta_reference
 from triton_ops.recurrent.gated_rms_norm import gated_rms_norm
 
-pytestmark = pytest.mark.usefixtures("device")
-
-LENS = [(1, 1, 1), (5, 0, 1), (64, 1, 0, 1), (130, 3, 200), (63, 65), (0,), ()]
+LENS = [(1, 1, 1), (5, 0, 1), (2, 1), (64, 1, 0, 1), (130, 3, 200), (63, 65), (0,), ()]
 
 
 @pytest.mark.parametrize("lens", LENS)
@@ -71,7 +69,10 @@ def test_gated_delta_in_half_precision(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("length", [1, 7, 150])
 def test_gated_delta_is_that_of_transformers(dtype: torch.dtype, length: int) -> None:
+    """Also of keys and queries so small that they are not of length 1."""
     inputs = DeltaInputs.random(length, dtype=dtype)
+    inputs.k[::5] *= 1e-3
+    inputs.q[::3] *= 1e-3
     beta = inputs.b.sigmoid()
     g = -inputs.a_log.float().exp() * softplus(inputs.a.float() + inputs.dt_bias)
     q, k = (x.repeat_interleave(2, dim=1)[None] for x in (inputs.q, inputs.k))
@@ -92,6 +93,17 @@ def test_gated_delta_is_that_of_transformers(dtype: torch.dtype, length: int) ->
         tolerance = 1e-5 if dtype == torch.float32 else 8e-3
         torch.testing.assert_close(out, expected[0], atol=tolerance, rtol=tolerance)
         torch.testing.assert_close(actual.states[3:4], left, atol=1e-5, rtol=1e-5)
+
+
+def test_tokens_that_forget_everything() -> None:
+    """Sums of log decays reach thousands, and are rounded: so are the small ones between large ones."""
+    inputs = DeltaInputs.random(80)
+    inputs.a[3::7] = 90.0
+    rows = state_rows([79, 1])
+    out, states = inputs.expected(rows)
+    actual = inputs.fresh()
+    torch.testing.assert_close(gated_delta(**actual.arguments(), rows=rows).double(), out, atol=2e-4, rtol=2e-4)
+    assert_states(actual.states, states, inputs.states, rows.write_to, 2e-4)
 
 
 def test_alike_keys_do_not_blow_up() -> None:
