@@ -59,7 +59,7 @@ class GatedDeltaNet(Layer):
         self, layer_id: int, hidden_size: int, sizes: DeltaSizes, eps: float, *, placement: Placement
     ) -> None:
         super().__init__()
-        self.layer_id, self.sizes = layer_id, sizes
+        self.layer_id, self.sizes, self.impl = layer_id, sizes, placement.impl
         # Two products: a checkpoint may quantise one, and leave the other as it is.
         parts = {"in_proj_qkv": sizes.channels, "in_proj_z": sizes.values}
         self.qkvz = StackedLinear(hidden_size, parts, packed_as=None, bias=False, placement=placement)
@@ -89,12 +89,12 @@ class GatedDeltaNet(Layer):
         states = pool.view(self.layer_id)
         qkv, z = torch.split(self.qkvz(hidden), [sizes.channels, sizes.values], dim=1)
         b, a = self.ba(hidden).chunk(2, dim=1)
-        mixed = causal_conv(qkv, self.conv, None, states.conv, rows)
+        mixed = causal_conv(qkv, self.conv, None, states.conv, rows, impl=self.impl)
         q, k, v = torch.split(mixed, [sizes.keys, sizes.keys, sizes.values], dim=1)
         q, k = (x.view(len(x), sizes.num_key_heads, sizes.key_dim) for x in (q, k))
         v, z = (x.view(len(x), sizes.num_value_heads, sizes.value_dim) for x in (v, z))
-        read = gated_delta(q, k, v, a, b, self.a_log, self.dt_bias, states.recurrent, rows)
-        normed = gated_rms_norm(read, z, self.norm.weight, self.norm.eps)
+        read = gated_delta(q, k, v, a, b, self.a_log, self.dt_bias, states.recurrent, rows, impl=self.impl)
+        normed = gated_rms_norm(read, z, self.norm.weight, self.norm.eps, impl=self.impl)
         out: Addend = self.output(normed.flatten(1), split_k_ok=split_k_ok)
         return out
 
