@@ -55,7 +55,8 @@ def gated_delta(
 
     In torch everything is computed in float32, or in float64 from such q: rows of several tokens in chunks of 64,
     all rows of one token together. So do the kernels, but in a chunk they multiply in q's dtype and add in
-    float32: the state is float32 from chunk to chunk, and rounded where a product reads it.
+    float32: the state is float32 from chunk to chunk, and rounded where a product reads it. A row's bits do not
+    depend on other rows; they do on where its sequence was cut into extends.
     """
     _check(q, k, v, a, b, a_log, dt_bias, states)
     if runs_triton(impl, q.device):
