@@ -166,7 +166,11 @@ def _limits(arguments: argparse.Namespace, card: Card, shape: ModelShape, contex
     if names[0] not in given:
         free = max(0, int(card.memory - shape.weight_bytes))
         of_pool = free if pool is None else pool * shape.kv_bytes
-        sizes = {"context_length": context_length, "vocab_size": shape.vocab_size}
+        sizes = {
+            "context_length": context_length,
+            "vocab_size": shape.vocab_size,
+            "bytes_per_state": shape.state_bytes,
+        }
         most = GPU_LIMITS.max_running_requests
         given[names[0]] = requests_at_once(most, free, of_pool, shape.kv_bytes, **sizes)
     return RunLimits(card.pool_tokens(shape) if pool is None else pool, **given)

@@ -28,7 +28,8 @@ from radixrt.limits import NO_PASSES, PassLimits, requests_at_once
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import load_model
 from radixrt.models.qwen_hybrid import _regrouped
-from tests.support import checkpoints
+from radixrt.planning.cards import shape_of
+from tests.support import checkpoints, quantised_checkpoints
 from tests.support.passes import plain_pass
 from tests.support.recomputing import Recomputing, planner_on_cpu
 
@@ -271,6 +272,44 @@ def test_rows_that_are_no_groups() -> None:
         assert (len(first), len(second)) == (count, 0)
 
 
+LARGE = {
+    **quantised_checkpoints.SHAPE,
+    "head_dim": 128,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 64,
+    "linear_num_value_heads": 4,
+}
+
+
+@pytest.mark.parametrize("form", ["fp8 blocks", "compressed channels", "fp8 tensors"])
+@pytest.mark.parametrize("make", [checkpoints.qwen3_next, checkpoints.qwen3_5])
+def test_weights_in_e4m3(make: Callable[..., Any], form: str, tmp_path: Path) -> None:
+    """Scales go where their rows go; projections to single numbers are left as they are, by their stored name."""
+    reference = quantised_checkpoints.write(make(**LARGE), tmp_path, form)
+    file = tmp_path / "config.json"
+    given = json.loads(file.read_text())
+    ignored = [f"model.layers.{layer}.linear_attn.in_proj_{part}" for layer in (0, 2) for part in ("ba", "b", "a")]
+    key = "ignore" if form.startswith("compressed") else "modules_to_not_convert"
+    given["quantization_config"] = {**given["quantization_config"], key: ["lm_head", *ignored]}
+    file.write_text(json.dumps(given))
+    (prompt,) = prompts(20)
+    params = SamplingParams(temperature=0, max_new_tokens=1, prompt_logprobs=0)
+    with torch.inference_mode():
+        logprobs = reference(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    with Runtime(tmp_path, device="cpu", max_total_tokens=300) as runtime:
+        (output,) = runtime.generate([prompt], params)
+    found = [one.logprob for one in output.prompt_logprobs[-len(prompt) + 1 :]]
+    assert found == pytest.approx([float(logprobs[at, token]) for at, token in enumerate(prompt[1:])], abs=1e-3)
+
+
+def test_words_along_outputs_are_refused(tmp_path: Path) -> None:
+    file = checkpoints.write(checkpoints.qwen3_5(), tmp_path) / "config.json"
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": awq}))
+    with pytest.raises(ModelError, match="packs numbers of 4 bits along outputs"):
+        load_model(tmp_path)
+
+
 def test_layouts(folder: Path) -> None:
     model, config = load_model(folder, device=CPU, dtype="bfloat16")
     sizes = StateLayout(2, 96, 4, 4, 16, 8, torch.bfloat16)
@@ -329,6 +368,15 @@ def test_a_runtime_has_them(folder: Path) -> None:
     with Runtime(folder, device="cpu", max_total_tokens=300, max_running_requests=6) as runtime:
         states = runtime.parts.model.kv_pool.states
         assert states.allocator.capacity == runtime.parts.limits.num_states == 10 + 6
+
+
+def test_the_costs_that_plans_are_made_of(reference: tuple[Any, Path]) -> None:
+    model, config = load_model(reference[1], device=CPU)
+    shape, layout = shape_of(config), model.kv_layout(torch.float32)
+    assert (shape.kv_bytes, shape.state_bytes) == (layout.bytes_per_token, layout.bytes_per_state)
+    held = sum(weight.numel() * weight.itemsize for weight in model.parameters())
+    embeddings = 0 if config.tie_word_embeddings else model.embedding.weight.nbytes
+    assert shape.weight_bytes == pytest.approx(held - embeddings, rel=0.15)  # one has a dense layer
 
 
 # --- what is refused ---
