@@ -333,8 +333,8 @@ _EXPERTS = {
 
 
 def qwen3_next(seed: int = 0, **changes: Any) -> Qwen3NextForCausalLM:
-    """Its second layer is dense."""
-    own = {**_DELTA_NETS, **_EXPERTS, "mlp_only_layers": [1]}
+    """Its last layer is dense."""
+    own = {**_DELTA_NETS, **_EXPERTS, "mlp_only_layers": [2]}
     return _build(Qwen3NextForCausalLM, Qwen3NextConfig, seed, {**own, **changes})
 
 
