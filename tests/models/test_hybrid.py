@@ -325,6 +325,17 @@ def test_random_weights(folder: Path) -> None:
         assert [len(tokens) for tokens in answers(runtime, prompts(20, 5))] == [12, 12]
 
 
+def test_other_weights(folder: Path, tmp_path: Path) -> None:
+    other = checkpoints.qwen3_5(seed=1)
+    checkpoints.write(other, tmp_path)
+    asked = prompts(20, 5)
+    with small_runtime(folder) as runtime:
+        identity, told = runtime.identity(), answers(runtime, asked)
+        runtime.update_weights(tmp_path)
+        assert runtime.identity() != identity
+        assert answers(runtime, asked) == [expected(other, prompt) for prompt in asked] != told
+
+
 # --- memory ---
 
 LAYOUT = KVLayout(1, 2, 16, torch.float32, StateLayout(2, 96, 4, 4, 16, 8, torch.float32))

@@ -327,7 +327,7 @@ _DELTA_NETS: dict[str, Any] = {
 _EXPERTS = {
     "num_experts": 6,
     "num_experts_per_tok": 3,
-    "moe_intermediate_size": 20,
+    "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 28,
 }
 
