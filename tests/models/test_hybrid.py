@@ -5,6 +5,7 @@ Logits: test_parity.py.
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable
 from functools import cache, partial
@@ -20,6 +21,7 @@ from memory_pool.kv_layout import KVLayout, StateLayout
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt import ModelError, ParameterError, Runtime, SamplingParams
+from radixrt.cli.kept_cache import runtime_with_cache
 from radixrt.execution import memory_budget
 from radixrt.execution.memory_budget import largest_pass, pool_slots, pool_states
 from radixrt.execution.model_runner import ModelRunner, Tuning
@@ -415,6 +417,10 @@ def test_caches_are_not_kept(folder: Path, tmp_path: Path) -> None:
         for keep in (runtime.save_cache, runtime.load_cache):
             with pytest.raises(ParameterError, match=f"{keep.__name__} keeps KV alone, but layers of this model"):
                 keep(tmp_path / "cache.safetensors")
+    options = {"model": folder, "device": "cpu", "max_total_tokens": 300, "save_cache": tmp_path / "cache"}
+    begun = runtime_with_cache(argparse.Namespace(**options))
+    with pytest.raises(ParameterError, match="save_cache keeps KV alone"):
+        begun.__enter__()  # before anything is computed
 
 
 @pytest.mark.parametrize(
