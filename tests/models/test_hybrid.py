@@ -26,7 +26,7 @@ from radixrt.execution import memory_budget
 from radixrt.execution.memory_budget import largest_pass, pool_slots, pool_states
 from radixrt.execution.model_runner import ModelRunner, Tuning
 from radixrt.execution.pass_builder import PassKey
-from radixrt.limits import NO_PASSES, PassLimits, requests_at_once
+from radixrt.limits import NO_PASSES, PassLimits, requests_with_states
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import load_model
 from radixrt.models.qwen_hybrid import _regrouped
@@ -346,20 +346,20 @@ SIZE = LAYOUT.bytes_per_state
 
 @pytest.mark.parametrize(("free", "count"), [(1000, 1 + 31 + 20), (60, 1 + 31 + 15), (32, 1 + 31 + 8)])
 def test_states_of_rows_and_some_that_are_kept(monkeypatch: pytest.MonkeyPatch, free: int, count: int) -> None:
-    monkeypatch.setattr(memory_budget, "_free_bytes", lambda device: 2 * free * SIZE)
+    monkeypatch.setattr(memory_budget, "free_bytes", lambda device: 2 * free * SIZE)
     assert pool_states(CPU, LAYOUT, PassLimits(20, 64), 0.5) == count
     assert pool_states(CPU, KVLayout(1, 2, 16, torch.float32), PassLimits(20, 64), 0.5) == 0
 
 
 def test_states_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_budget, "_free_bytes", lambda device: 62 * SIZE)
+    monkeypatch.setattr(memory_budget, "free_bytes", lambda device: 62 * SIZE)
     message = f"max_running_requests is 20, whose sequences have 32 states of {SIZE:,} bytes each, but"
     with pytest.raises(ParameterError, match=message):
         pool_states(CPU, LAYOUT, PassLimits(20, 64), 0.5)
 
 
 def test_slots_beside_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_budget, "_free_bytes", lambda device: 10_000)
+    monkeypatch.setattr(memory_budget, "free_bytes", lambda device: 10_000)
     assert pool_slots(CPU, 10, 0.5, None, 1000, beside=500) == 400
     with pytest.raises(ParameterError, match="states of sequences 4,490"):
         pool_slots(CPU, 10, 0.5, None, 1000, beside=4490)
@@ -371,9 +371,10 @@ def test_slots_beside_states(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("gigabytes", "count"), [(60, 199), (2, 5), (0.1, 1), (4000, 2048)])
 def test_fewer_requests_at_once_where_each_has_a_state(gigabytes: float, count: int) -> None:
     """Of 50 MB each; a quarter of what is free is for them."""
-    free, sizes = int(gigabytes * 1e9), {"context_length": 4096, "vocab_size": 1000}
-    found = requests_at_once(2048, free, free, 8192, **sizes, bytes_per_state=50_000_000)
+    free = int(gigabytes * 1e9)
+    found = requests_with_states(2048, free, 50_000_000)
     assert found == count
+    assert requests_with_states(2048, free, 0) == 2048
     assert PassLimits(found, 1).num_rows * 50_000_000 <= free / 4 or found == 1
 
 
