@@ -47,19 +47,11 @@ _TOKENS_A_REQUEST = 256  # that the KV pool should hold for each
 
 
 def requests_at_once(
-    most: int,
-    free: int,
-    pool: int,
-    bytes_per_slot: int,
-    *,
-    context_length: int,
-    vocab_size: int,
-    bytes_per_state: int = 0,
+    most: int, free: int, pool: int, bytes_per_slot: int, *, context_length: int, vocab_size: int
 ) -> int:
     """How many requests run at once where nobody says: `most`, or a half or a quarter of it, so that what they
     take in passes is a small share of `free` bytes, and no more than a KV pool of `pool` bytes leaves of them, and
-    the pool holds some hundred tokens for each. Where layers keep a state of each sequence, fewer, if a quarter of
-    `free` does not hold so many.
+    the pool holds some hundred tokens for each.
 
     More at once took memory, never time: docs/lab-notebook/2026-11-22-requests-at-once.md.
     """
@@ -67,11 +59,17 @@ def requests_at_once(
     per_request = limits.max_samples * vocab_size * _BYTES_A_LOGIT + limits.num_rows * context_length * 4
     room = min(_MAX_SHARE * free, free - pool if pool < free else _MAX_SHARE * free)
     fitting = min(room / per_request, pool / (_TOKENS_A_REQUEST * bytes_per_slot))
-    found = next((count for count in (most, most // 2) if count <= fitting), most // 4)
-    if bytes_per_state:
-        rows = int(_SHARE_OF_STATES * free) // bytes_per_state
-        found = max(1, min(found, rows * 2 // 3 - 1))  # at which there are no more rows than that
-    return found
+    return next((count for count in (most, most // 2) if count <= fitting), most // 4)
+
+
+def requests_with_states(most: int, free: int, bytes_per_state: int) -> int:
+    """How many of `most` requests run at once where nobody says, and layers keep a state of each, of more than 0
+    bytes: those whose states take a quarter of `free` bytes.
+    """
+    if not bytes_per_state:
+        return most
+    rows = int(_SHARE_OF_STATES * free) // bytes_per_state
+    return max(1, min(most, rows * 2 // 3 - 1))  # at which there are no more rows than that
 
 
 def kept_states(limits: PassLimits, free: int, bytes_per_state: int) -> int:

@@ -615,8 +615,9 @@ def delta_chunks_config(gpu: GPU, k_dim: int, v_dim: int, dtype: torch.dtype) ->
     block_v = min(32, max(16, next_power_of_2(v_dim)))
     if dtype == torch.float32:
         return DeltaChunksConfig(16, 16, 8, 8, 1, precision="ieee", solve_precision="ieee")
-    # Without wgmma tiles of 64 tokens would spill.
-    return DeltaChunksConfig(64 if gpu.has_wgmma else 32, block_v, 4, 4, 2)
+    # Without wgmma tiles of 64 tokens would spill. Across chunks two warps, which cannot use it: with it, Triton 3.6
+    # multiplies the transposed keys wrongly wherever their loads are not pipelined.
+    return DeltaChunksConfig(64 if gpu.has_wgmma else 32, block_v, 4, 2, 2)
 
 
 def delta_step_config(gpu: GPU, v_dim: int) -> tuple[int, int]:

@@ -122,7 +122,8 @@ def room_for_passes() -> Iterator[None]:
         ) from error
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
+    """Of the device's memory, or the host's for a CPU."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 
@@ -133,7 +134,7 @@ def pool_states(device: torch.device, layout: KVLayout, limits: PassLimits, memo
     size = layout.bytes_per_state
     if not size:
         return 0
-    free, of_rows = int(_free_bytes(device) * memory_fraction), 1 + limits.num_rows
+    free, of_rows = int(free_bytes(device) * memory_fraction), 1 + limits.num_rows
     if of_rows * size > free:
         raise ParameterError(
             f"max_running_requests is {limits.max_running_requests}, whose sequences have {of_rows:,} states of "
@@ -156,7 +157,7 @@ def pool_slots(
     `promised` bytes that are free are needed by passes, and `beside` of that share by what else the pool holds.
     Raises ParameterError where `max_total_tokens` exceeds what is free, or the share does not hold two slots.
     """
-    free = _free_bytes(device)
+    free = free_bytes(device)
     if max_total_tokens is not None:
         return (
             check_int("max_total_tokens", max_total_tokens, 1, max(1, (free - beside) // bytes_per_slot - 1)) + 1

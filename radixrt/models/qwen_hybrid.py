@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from layers.gated_delta_net import DeltaSizes, GatedDeltaNet
+from layers.int4_formats import Words
 from layers.linear import Linear
 from layers.moe import EXPERT_NAMES, SparseMoE
 from layers.norm import RMSNorm
 from layers.place import Place
+from layers.quantization import Quantization
 from layers.ranks import ALONE
 from memory_pool.kv_layout import StateLayout
 from radixrt.errors import ModelError
@@ -26,7 +28,15 @@ from radixrt.models.mixtral import MixtureConfig, split_experts
 if TYPE_CHECKING:
     from typing import Self
 
-_FUSED = re.compile(r"(.*\.)(self_attn\.q_proj|linear_attn\.in_proj_qkvz|linear_attn\.in_proj_ba)(\.\w+)")
+# Projections whose outputs are stored head by head, and what each is made of here.
+_PARTS = MappingProxyType(
+    {
+        "q_proj": ("q_proj", "q_gate"),
+        "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+        "in_proj_ba": ("in_proj_b", "in_proj_a"),
+    }
+)
+_FUSED = re.compile(rf"(.*layers\.\d+\.\w+\.)({'|'.join(_PARTS)})(\.\w+)")
 _AHEAD = "mtp."  # begins the names of layers that predict tokens ahead, which are not loaded
 
 
@@ -56,6 +66,21 @@ class HybridConfig(ModelConfig):
             "value_dim": source.linear_value_head_dim,
             "conv_width": source.linear_conv_kernel_dim,
         }
+
+    @classmethod
+    def read_quantization(cls, given: object) -> Quantization | None:
+        found = super().read_quantization(given)
+        if found is None:
+            return None
+        if found.words not in (None, Words.COMPRESSED):
+            raise ModelError(
+                "the quantization_config of config.json packs numbers of 4 bits along outputs, which are put in "
+                "another order here; take a checkpoint in FP8, of compressed-tensors, or one that is not quantised"
+            )
+        # Where one projection is left as it is, so are the parts that are made of it.
+        last = {name: name.rpartition(".") for name in found.ignored}
+        parts = [before + dot + part for before, dot, own in last.values() for part in _PARTS.get(own, ())]
+        return replace(found, ignored=(*found.ignored, *parts))
 
     @property
     def delta_sizes(self) -> DeltaSizes:
@@ -137,23 +162,24 @@ class Qwen3_5(Decoder):
             yield name, tensor
             return
         before, fused, kind = match.groups()
-        for part, rows in self._unfused(fused, tensor):
+        for part, rows in zip(_PARTS[fused], self._unfused(fused, tensor), strict=True):
             yield f"{before}{part}{kind}", rows
 
-    def _unfused(self, fused: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The parts of a projection whose outputs are stored head by head, by their names."""
+    def _unfused(self, fused: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """The two parts of a projection whose outputs are stored head by head."""
         config, sizes = self.config, self.config.delta_sizes
-        group = sizes.num_value_heads // sizes.num_key_heads
-        if fused == "self_attn.q_proj":
+        if len(tensor) == 1:
+            return tensor, tensor  # the scale of all
+        if fused == "q_proj":
             query, gate = _regrouped(tensor, config.num_heads, (config.head_dim, config.head_dim))
-            yield from (("self_attn.q_proj", query), ("self_attn.q_gate", gate))
-        elif fused == "linear_attn.in_proj_ba":
+            return query, gate
+        group = sizes.num_value_heads // sizes.num_key_heads
+        if fused == "in_proj_ba":
             b, a = _regrouped(tensor, sizes.num_key_heads, (group, group))
-            yield from (("linear_attn.in_proj_b", b), ("linear_attn.in_proj_a", a))
-        else:
-            each = sizes.key_dim, sizes.key_dim, group * sizes.value_dim, group * sizes.value_dim
-            *qkv, z = _regrouped(tensor, sizes.num_key_heads, each)
-            yield from (("linear_attn.in_proj_qkv", torch.cat(qkv)), ("linear_attn.in_proj_z", z))
+            return b, a
+        each = sizes.key_dim, sizes.key_dim, group * sizes.value_dim, group * sizes.value_dim
+        *qkv, z = _regrouped(tensor, sizes.num_key_heads, each)
+        return torch.cat(qkv), z
 
 
 def _regrouped(tensor: Tensor, num_groups: int, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:

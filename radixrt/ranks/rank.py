@@ -29,6 +29,7 @@ from radixrt.errors import ParameterError
 from radixrt.execution.device import check_kernels, choose_device
 from radixrt.execution.kv_scales import calibrated_scales
 from radixrt.execution.memory_budget import (
+    free_bytes,
     host_pool_slots,
     measured_pass_memory,
     pool_slots,
@@ -39,7 +40,7 @@ from radixrt.execution.model_runner import ModelRunner, Tuning
 from radixrt.execution.products import compare_all
 from radixrt.kept_cache.identity import rank_checksums
 from radixrt.kept_cache.kv_part import KVPart
-from radixrt.limits import NO_PASSES, PassLimits, requests_at_once
+from radixrt.limits import NO_PASSES, PassLimits, requests_at_once, requests_with_states
 from radixrt.models.config import GENERATION_DEFAULTS, ModelConfig, generation_defaults
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import check_dtype, load_model, model_folder, reload_weights, whole_of
@@ -260,17 +261,19 @@ def assemble_rank(
 
 
 def _pass_limits(config: RuntimeConfig, model: ModelConfig, device: torch.device, layout: KVLayout) -> PassLimits:
-    """The limits of a pass, once the weights are in place: on a GPU, as many requests at once as memory allows."""
+    """The limits of a pass, once the weights are in place: on a GPU, or where each request has a state, as many
+    requests at once as memory allows.
+    """
     on_gpu, wanted = device.type == "cuda", config.max_total_tokens
     limits = config.pass_limits(on_gpu=on_gpu)
-    if not on_gpu or config.max_running_requests is not None:
+    if config.max_running_requests is not None:
         return limits
-    share = config.share_of_memory(on_gpu=on_gpu)
-    free = int(torch.cuda.mem_get_info(device)[0] * share)
-    pool = free if wanted is None else wanted * layout.bytes_per_token
-    sizes = {"context_length": model.context_length, "vocab_size": model.vocab_size}
-    sizes["bytes_per_state"] = layout.bytes_per_state
-    running = requests_at_once(limits.max_running_requests, free, pool, layout.bytes_per_token, **sizes)
+    running, free = limits.max_running_requests, int(free_bytes(device) * config.share_of_memory(on_gpu=on_gpu))
+    if on_gpu:
+        pool = free if wanted is None else wanted * layout.bytes_per_token
+        sizes = {"context_length": model.context_length, "vocab_size": model.vocab_size}
+        running = requests_at_once(running, free, pool, layout.bytes_per_token, **sizes)
+    running = requests_with_states(running, free, layout.bytes_per_state)
     return replace(limits, max_running_requests=running)
 
 

@@ -182,6 +182,7 @@ class _Lab:
             runs_kernels=self._runs_kernels,
             captures=self._captures,
             bytes_per_token=model.kv_layout(torch.float32).bytes_per_token,
+            keeps_states=model.keeps_states,
         )
 
     def hear_each_alone(self, asker: Asker) -> None:

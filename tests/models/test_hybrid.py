@@ -5,6 +5,7 @@ Logits: test_parity.py.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 from collections.abc import Callable
@@ -21,15 +22,17 @@ from memory_pool.kv_layout import KVLayout, StateLayout
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt import ModelError, ParameterError, Runtime, SamplingParams
+from radixrt.cli.kept_cache import runtime_with_cache
 from radixrt.execution import memory_budget
 from radixrt.execution.memory_budget import largest_pass, pool_slots, pool_states
 from radixrt.execution.model_runner import ModelRunner, Tuning
 from radixrt.execution.pass_builder import PassKey
-from radixrt.limits import NO_PASSES, PassLimits, requests_at_once
+from radixrt.limits import NO_PASSES, PassLimits, requests_with_states
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import load_model
 from radixrt.models.qwen_hybrid import _regrouped
-from tests.support import checkpoints
+from radixrt.planning.cards import shape_of
+from tests.support import checkpoints, quantised_checkpoints
 from tests.support.passes import plain_pass
 from tests.support.recomputing import Recomputing, planner_on_cpu
 
@@ -272,6 +275,44 @@ def test_rows_that_are_no_groups() -> None:
         assert (len(first), len(second)) == (count, 0)
 
 
+LARGE = {
+    **quantised_checkpoints.SHAPE,
+    "head_dim": 128,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 64,
+    "linear_num_value_heads": 4,
+}
+
+
+@pytest.mark.parametrize("form", ["fp8 blocks", "compressed channels", "fp8 tensors"])
+@pytest.mark.parametrize("make", [checkpoints.qwen3_next, checkpoints.qwen3_5])
+def test_weights_in_e4m3(make: Callable[..., Any], form: str, tmp_path: Path) -> None:
+    """Scales go where their rows go; projections to single numbers are left as they are, by their stored name."""
+    reference = quantised_checkpoints.write(make(**LARGE), tmp_path, form)
+    file = tmp_path / "config.json"
+    given = json.loads(file.read_text())
+    ignored = [f"model.layers.{layer}.linear_attn.in_proj_{part}" for layer in (0, 2) for part in ("ba", "b", "a")]
+    key = "ignore" if form.startswith("compressed") else "modules_to_not_convert"
+    given["quantization_config"] = {**given["quantization_config"], key: ["lm_head", *ignored]}
+    file.write_text(json.dumps(given))
+    (prompt,) = prompts(20)
+    params = SamplingParams(temperature=0, max_new_tokens=1, prompt_logprobs=0)
+    with torch.inference_mode():
+        logprobs = reference(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    with Runtime(tmp_path, device="cpu", max_total_tokens=300) as runtime:
+        (output,) = runtime.generate([prompt], params)
+    found = [one.logprob for one in output.prompt_logprobs[-len(prompt) + 1 :]]
+    assert found == pytest.approx([float(logprobs[at, token]) for at, token in enumerate(prompt[1:])], abs=1e-3)
+
+
+def test_words_along_outputs_are_refused(tmp_path: Path) -> None:
+    file = checkpoints.write(checkpoints.qwen3_5(), tmp_path) / "config.json"
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": awq}))
+    with pytest.raises(ModelError, match="packs numbers of 4 bits along outputs"):
+        load_model(tmp_path)
+
+
 def test_layouts(folder: Path) -> None:
     model, config = load_model(folder, device=CPU, dtype="bfloat16")
     sizes = StateLayout(2, 96, 4, 4, 16, 8, torch.bfloat16)
@@ -287,6 +328,17 @@ def test_random_weights(folder: Path) -> None:
         assert [len(tokens) for tokens in answers(runtime, prompts(20, 5))] == [12, 12]
 
 
+def test_other_weights(folder: Path, tmp_path: Path) -> None:
+    other = checkpoints.qwen3_5(seed=1)
+    checkpoints.write(other, tmp_path)
+    asked = prompts(20, 5)
+    with small_runtime(folder) as runtime:
+        identity, told = runtime.identity(), answers(runtime, asked)
+        runtime.update_weights(tmp_path)
+        assert runtime.identity() != identity
+        assert answers(runtime, asked) == [expected(other, prompt) for prompt in asked] != told
+
+
 # --- memory ---
 
 LAYOUT = KVLayout(1, 2, 16, torch.float32, StateLayout(2, 96, 4, 4, 16, 8, torch.float32))
@@ -295,20 +347,20 @@ SIZE = LAYOUT.bytes_per_state
 
 @pytest.mark.parametrize(("free", "count"), [(1000, 1 + 31 + 64), (60, 1 + 31 + 15), (32, 1 + 31 + 8)])
 def test_states_of_rows_and_some_that_are_kept(monkeypatch: pytest.MonkeyPatch, free: int, count: int) -> None:
-    monkeypatch.setattr(memory_budget, "_free_bytes", lambda device: 2 * free * SIZE)
+    monkeypatch.setattr(memory_budget, "free_bytes", lambda device: 2 * free * SIZE)
     assert pool_states(CPU, LAYOUT, PassLimits(20, 64), 0.5) == count
     assert pool_states(CPU, KVLayout(1, 2, 16, torch.float32), PassLimits(20, 64), 0.5) == 0
 
 
 def test_states_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_budget, "_free_bytes", lambda device: 62 * SIZE)
+    monkeypatch.setattr(memory_budget, "free_bytes", lambda device: 62 * SIZE)
     message = f"max_running_requests is 20, whose sequences have 32 states of {SIZE:,} bytes each, but"
     with pytest.raises(ParameterError, match=message):
         pool_states(CPU, LAYOUT, PassLimits(20, 64), 0.5)
 
 
 def test_slots_beside_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_budget, "_free_bytes", lambda device: 10_000)
+    monkeypatch.setattr(memory_budget, "free_bytes", lambda device: 10_000)
     assert pool_slots(CPU, 10, 0.5, None, 1000, beside=500) == 400
     with pytest.raises(ParameterError, match="states of sequences 4,490"):
         pool_slots(CPU, 10, 0.5, None, 1000, beside=4490)
@@ -320,9 +372,10 @@ def test_slots_beside_states(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("gigabytes", "count"), [(60, 199), (2, 5), (0.1, 1), (4000, 2048)])
 def test_fewer_requests_at_once_where_each_has_a_state(gigabytes: float, count: int) -> None:
     """Of 50 MB each; a quarter of what is free is for them."""
-    free, sizes = int(gigabytes * 1e9), {"context_length": 4096, "vocab_size": 1000}
-    found = requests_at_once(2048, free, free, 8192, **sizes, bytes_per_state=50_000_000)
+    free = int(gigabytes * 1e9)
+    found = requests_with_states(2048, free, 50_000_000)
     assert found == count
+    assert requests_with_states(2048, free, 0) == 2048
     assert PassLimits(found, 1).num_rows * 50_000_000 <= free / 4 or found == 1
 
 
@@ -330,6 +383,15 @@ def test_a_runtime_has_them(folder: Path) -> None:
     with Runtime(folder, device="cpu", max_total_tokens=300, max_running_requests=6) as runtime:
         states = runtime.parts.model.kv_pool.states
         assert states.allocator.capacity == runtime.parts.limits.num_states == 10 + 64
+
+
+def test_the_costs_that_plans_are_made_of(reference: tuple[Any, Path]) -> None:
+    model, config = load_model(reference[1], device=CPU)
+    shape, layout = shape_of(config), model.kv_layout(torch.float32)
+    assert (shape.kv_bytes, shape.state_bytes) == (layout.bytes_per_token, layout.bytes_per_state)
+    held = sum(weight.numel() * weight.itemsize for weight in model.parameters())
+    embeddings = 0 if config.tie_word_embeddings else model.embedding.weight.nbytes
+    assert shape.weight_bytes == pytest.approx(held - embeddings, rel=0.15)  # one has a dense layer
 
 
 # --- what is refused ---
@@ -357,6 +419,10 @@ def test_caches_are_not_kept(folder: Path, tmp_path: Path) -> None:
         for keep in (runtime.save_cache, runtime.load_cache):
             with pytest.raises(ParameterError, match=f"{keep.__name__} keeps KV alone, but layers of this model"):
                 keep(tmp_path / "cache.safetensors")
+    options = {"model": folder, "device": "cpu", "max_total_tokens": 300, "save_cache": tmp_path / "cache"}
+    begun = runtime_with_cache(argparse.Namespace(**options))
+    with pytest.raises(ParameterError, match="save_cache keeps KV alone"):
+        begun.__enter__()  # before anything is computed
 
 
 @pytest.mark.parametrize(

@@ -327,14 +327,14 @@ _DELTA_NETS: dict[str, Any] = {
 _EXPERTS = {
     "num_experts": 6,
     "num_experts_per_tok": 3,
-    "moe_intermediate_size": 20,
+    "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 28,
 }
 
 
 def qwen3_next(seed: int = 0, **changes: Any) -> Qwen3NextForCausalLM:
-    """Its second layer is dense."""
-    own = {**_DELTA_NETS, **_EXPERTS, "mlp_only_layers": [1]}
+    """Its last layer is dense."""
+    own = {**_DELTA_NETS, **_EXPERTS, "mlp_only_layers": [2]}
     return _build(Qwen3NextForCausalLM, Qwen3NextConfig, seed, {**own, **changes})
 
 
