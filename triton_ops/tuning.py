@@ -615,9 +615,11 @@ def delta_chunks_config(gpu: GPU, k_dim: int, v_dim: int, dtype: torch.dtype) ->
     block_v = min(32, max(16, next_power_of_2(v_dim)))
     if dtype == torch.float32:
         return DeltaChunksConfig(16, 16, 8, 8, 1, precision="ieee", solve_precision="ieee")
-    # Without wgmma tiles of 64 tokens would spill. Across chunks two warps, which cannot use it: with it, Triton 3.6
-    # multiplies the transposed keys wrongly wherever their loads are not pipelined.
-    return DeltaChunksConfig(64 if gpu.has_wgmma else 32, block_v, 4, 2, 2)
+    if gpu.has_wgmma:
+        # Across chunks two warps, which cannot use it: with it, Triton 3.6 multiplies the transposed keys wrongly
+        # wherever their loads are not pipelined.
+        return DeltaChunksConfig(64, 16, 4, 2, 1)
+    return DeltaChunksConfig(32, block_v, 4, 4, 2)  # tiles of 64 tokens would spill
 
 
 def delta_step_config(gpu: GPU, v_dim: int) -> tuple[int, int]:
