@@ -12,6 +12,7 @@ from torch import Tensor
 
 from triton_ops.attention.extend import Extends
 from triton_ops.attention.plan import AttentionPlan, ExtendPlan, Int32Array
+from triton_ops.recurrent.rows import StateRows
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class InputMetadata:
     extend_plans: Mapping[int | None, ExtendPlan]
     num_extends: int
     num_extend_tokens: int  # the first of the T
+    states: StateRows | None = None  # the states that requests begin with and leave, in a model that keeps some
 
     @cached_property
     def extends(self) -> Extends:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from layers.input_metadata import InputMetadata
+from memory_pool.state_pool import StatePool
 from triton_ops.attention.arguments import Scoring
 from triton_ops.attention.decode import decode_attention
 from triton_ops.attention.extend import extend_attention
@@ -18,7 +19,10 @@ from triton_ops.kv.view import KVView
 
 
 class KVCache(Protocol):
-    """The pool as attention sees it."""
+    """The pool as layers see it."""
+
+    @property
+    def states(self) -> StatePool | None: ...
 
     def view(self, layer_id: int, req_to_token: Tensor) -> KVView: ...
 

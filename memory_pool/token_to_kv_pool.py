@@ -8,38 +8,29 @@ from collections.abc import Iterator
 
 import torch
 
+from memory_pool.kv_layout import KVLayout
 from memory_pool.slot_allocator import SlotAllocator
+from memory_pool.state_pool import StatePool
 from triton_ops.e4m3 import E4M3
 from triton_ops.kv.view import KVView
 
 
 class TokenToKVPool:
-    """KV memory for `num_slots` tokens in `num_layers` layers: `buffer`, all KV as `[num_layers, 2, num_slots,
-    num_kv_heads, head_dim]`, keys, then values.
+    """KV memory for `num_slots` tokens: `buffer`, all KV as `[num_layers, 2, num_slots, num_kv_heads, head_dim]`,
+    keys, then values.
 
     All layers use the same slot numbers, one dtype and one shape. A pool of e4m3 (`torch.float8_e4m3fn`) has
-    `scales`, float32 `[num_layers, 2, num_kv_heads]`: KV is the stored numbers times their head's scale.
+    `scales`, float32 `[num_layers, 2, num_kv_heads]`: KV is the stored numbers times their head's scale. Beside it
+    are `states`, `num_states` of them, where layers keep some.
     """
 
-    def __init__(
-        self,
-        num_slots: int,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, num_slots: int, layout: KVLayout, *, num_states: int = 2, device: torch.device) -> None:
         self.allocator = SlotAllocator(num_slots)
+        num_layers, heads, dtype = layout.num_layers, (layout.num_kv_heads, layout.head_dim), layout.dtype
         # Not zeros: no slot is read before it is written, and untouched pages cost a CPU nothing.
-        self.buffer = torch.empty((num_layers, 2, num_slots, num_kv_heads, head_dim), dtype=dtype, device=device)
-        self.scales = torch.ones((num_layers, 2, num_kv_heads), device=device) if dtype == E4M3 else None
-
-    @staticmethod
-    def bytes_per_slot(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Bytes of one token's K and V in all layers."""
-        return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+        self.buffer = torch.empty((num_layers, 2, num_slots, *heads), dtype=dtype, device=device)
+        self.scales = torch.ones((num_layers, 2, heads[0]), device=device) if dtype == E4M3 else None
+        self.states = None if layout.states is None else StatePool(num_states, layout.states, device=device)
 
     def view(self, layer_id: int, req_to_token: torch.Tensor) -> KVView:
         """A layer as attention reads it, with the device's copy of the table of slots."""

@@ -15,6 +15,7 @@ import torch
 
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from radixrt.cache.prefix_cache import PrefixCache
+from radixrt.cache.states import States
 from radixrt.config import RuntimeConfig
 from radixrt.engine.engine import Engine
 from radixrt.engine.parts import Parts, request_output
@@ -152,17 +153,28 @@ def _assembled(
     if config.pipeline_parallel_size > 1 and not on_gpu:  # this rank computes later than is planned
         rows, own_rows = ReqToTokenPool(rows.max_requests, rows.max_context_len), rows
     runner = rank.runner if followers is None else LeadingRunner(rank.runner, followers, own_rows)
-    cache = PrefixCache(rows, kv_pool.allocator, host_slots=host, enabled=enabled, force_miss=config.force_miss)
+    states = kv_pool.states
+    cache = PrefixCache(
+        rows,
+        kv_pool.allocator,
+        host_slots=host,
+        states=None if states is None else States(states.allocator, rows.max_requests),
+        enabled=enabled,
+        force_miss=config.force_miss,
+    )
     part = rank.kv_part
     storage = CacheStorage(cache, part, None if followers is None else KeptParts(followers, part))
     running, chunk, policy = limits.max_running_requests, limits.chunked_prefill_size, config.schedule_policy
     lanes = config.num_lanes
     scheduler = Scheduler(
-        cache, SchedulerConfig(running, chunk, limits.max_samples, SchedulePolicy(policy), num_lanes=lanes)
+        cache,
+        SchedulerConfig(running, chunk, limits.max_samples, SchedulePolicy(policy), num_lanes=lanes),
     )
     return Parts(
         config=config,
-        limits=RunLimits(kv_pool.allocator.capacity, running, chunk),
+        limits=RunLimits(
+            kv_pool.allocator.capacity, running, chunk, 0 if states is None else states.allocator.capacity
+        ),
         engine=Engine(scheduler, runner, max_in_flight=lanes if config.overlap else 0),
         builder=RequestBuilder(
             rank.config,

@@ -39,6 +39,10 @@ CPU_LIMITS = PassLimits(max_running_requests=64, chunked_prefill_size=2048)
 
 _BYTES_A_LOGIT = 17  # of a pass whose requests want everything; measured on an H200
 _MAX_SHARE = 0.15  # of the free memory, for what grows with the requests at once
+_SHARE_OF_STATES = (
+    0.25  # of the free memory, for states of those requests, and as much again for those that are kept
+)
+_FEWEST_KEPT = 64  # states: a tree of prompts parts at several depths
 _TOKENS_A_REQUEST = 256  # that the KV pool should hold for each
 
 
@@ -58,6 +62,23 @@ def requests_at_once(
     return next((count for count in (most, most // 2) if count <= fitting), most // 4)
 
 
+def requests_with_states(most: int, free: int, bytes_per_state: int) -> int:
+    """How many of `most` requests run at once where nobody says, and layers keep a state of each, of more than 0
+    bytes: those whose states take a quarter of `free` bytes.
+    """
+    if not bytes_per_state:
+        return most
+    rows = int(_SHARE_OF_STATES * free) // bytes_per_state
+    return max(1, min(most, rows * 2 // 3 - 1))  # at which there are no more rows than that
+
+
+def kept_states(limits: PassLimits, free: int, bytes_per_state: int) -> int:
+    """How many states of sequences are kept for others that begin alike: as many as requests run at once, or 64 if
+    that is more, and no more than a quarter of `free` bytes holds.
+    """
+    return min(max(limits.max_running_requests, _FEWEST_KEPT), int(_SHARE_OF_STATES * free) // bytes_per_state)
+
+
 @dataclass(frozen=True)
 class RunLimits:
     """The limits of a Runtime.
@@ -66,11 +87,13 @@ class RunLimits:
         pool_tokens: tokens that the KV pool holds.
         max_running_requests: requests that run at once.
         chunked_prefill_size: prompt tokens that one pass computes.
+        num_states: states of sequences that are held at once; 0 of a model that keeps none.
     """
 
     pool_tokens: int
     max_running_requests: int = GPU_LIMITS.max_running_requests
     chunked_prefill_size: int = GPU_LIMITS.chunked_prefill_size
+    num_states: int = 0
 
     @property
     def of_pass(self) -> PassLimits:

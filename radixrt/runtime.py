@@ -535,7 +535,7 @@ class Runtime:
         Returns how many tokens were saved. Raises CacheFileError if the file cannot be written, or `path` is a
         link or has content that is no kept cache; DeviceLostError if a rank is lost.
         """
-        self._check_keeps_a_cache("save_cache")
+        self.check_keeps_a_cache("save_cache")
         return self._driver.while_idle(
             lambda: self.parts.model.save_cache(Path(path), self._builder.weights_version, progress=progress)
         )
@@ -551,7 +551,7 @@ class Runtime:
         file is missing, cut short or altered, or of another model; nothing of it is used then. Raises
         DeviceLostError if a rank is lost.
         """
-        self._check_keeps_a_cache("load_cache")
+        self.check_keeps_a_cache("load_cache")
         loaded, left_out = self._driver.while_idle(
             lambda: self.parts.model.load_cache(Path(path), self._builder.weights_version, progress=progress)
         )
@@ -559,6 +559,16 @@ class Runtime:
             left = f"{left_out:,} are left out for lack of free slots"
             _log.warning("%s: %s of its tokens are loaded, %s", path, f"{loaded:,}", left)
         return loaded
+
+    def check_keeps_a_cache(self, name: str) -> None:
+        """Raise ParameterError where `save_cache` or `load_cache`, by `name`, would."""
+        if self.parts.limits.num_states:
+            raise ParameterError(
+                f"{name} keeps KV alone, but layers of this model keep a state of each sequence, without which "
+                "nothing is reused"
+            )
+        if not self.parts.cache.enabled:
+            raise ParameterError(f"{name} needs a prefix cache, but enable_prefix_cache is False")
 
     def close(self) -> None:
         """End all requests and free the model, from any thread; again: nothing.
@@ -582,10 +592,6 @@ class Runtime:
         self.close()
 
     # -- inside --------------------------------------------------------------------------------------------
-
-    def _check_keeps_a_cache(self, name: str) -> None:
-        if not self.parts.cache.enabled:
-            raise ParameterError(f"{name} needs a prefix cache, but enable_prefix_cache is False")
 
     def _numbered(self, build: Callable[..., T], *arguments: Any) -> Callable[[], T]:
         """`build` for a call that begins now: its requests draw by its number."""

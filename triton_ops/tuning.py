@@ -580,6 +580,54 @@ def row_blocks(size: int, dtype: torch.dtype, parts: int = 0) -> tuple[int, int,
     return block, rows, min(max_warps, max(1, block * rows // (32 * _ROW_ELEMENTS)))
 
 
+# --- recurrent layers ---
+
+MAX_DELTA_DIM = 128  # of keys: a program holds whole columns of a state in registers
+DELTA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class DeltaChunksConfig:
+    """How rows of several tokens are computed by the gated delta rule.
+
+    Attributes:
+        chunk: tokens, a power of two from 16 on.
+        block_v: columns of a state a program has, where it goes from chunk to chunk.
+        within_warps, within_registers: of what is computed of a chunk by itself.
+        across_warps, num_stages: of what is computed chunk after chunk.
+        precision: of products of keys, queries and values, where they are float32.
+        solve_precision: of those that invert a triangular system, which are always float32.
+    """
+
+    chunk: int
+    block_v: int
+    within_warps: int
+    across_warps: int
+    num_stages: int
+    within_registers: int | None = None
+    precision: str = "tf32"
+    solve_precision: str = "tf32"
+
+
+def delta_chunks_config(gpu: GPU, k_dim: int, v_dim: int, dtype: torch.dtype) -> DeltaChunksConfig:
+    """For keys of up to `MAX_DELTA_DIM`. A result in two bytes is no more precise than tf32."""
+    _check_vendor(gpu)
+    block_v = min(32, max(16, next_power_of_2(v_dim)))
+    if dtype == torch.float32:
+        return DeltaChunksConfig(16, 16, 8, 8, 1, precision="ieee", solve_precision="ieee")
+    if gpu.has_wgmma:
+        # Across chunks two warps, which cannot use it: with it, Triton 3.6 multiplies the transposed keys wrongly
+        # wherever their loads are not pipelined.
+        return DeltaChunksConfig(64, 16, 4, 2, 1)
+    return DeltaChunksConfig(32, block_v, 4, 4, 2)  # tiles of 64 tokens would spill
+
+
+def delta_step_config(gpu: GPU, v_dim: int) -> tuple[int, int]:
+    """For rows of one token: the columns of a state a program has, and its warps."""
+    _check_vendor(gpu)
+    return min(32, max(16, next_power_of_2(v_dim))), 4
+
+
 # --- single elements ---
 
 
@@ -596,6 +644,9 @@ class BlockConfig:
 
 
 ELEMENTWISE = BlockConfig(1024, 4)  # activations, and the weighted sum of experts
+CONV_CHUNK = 16  # tokens of a program of a causal convolution, which is of this many channels:
+CONV_EXTEND = BlockConfig(128, 4)
+CONV_STEP = BlockConfig(256, 2)  # of one token
 E4M3_ROW = BlockConfig(16_384, 16)  # at most, of a row that is quantised: shorter ones have as much for each warp
 E4M3_GROUPS = BlockConfig(2048, 4)  # of a row that is quantised in groups
 QK_NORM_ROPE = BlockConfig(2048, 4)  # a thread has 16 bytes of both halves of a head

@@ -136,6 +136,20 @@ def size_table(scale: str, workloads: Sequence[str]) -> list[tuple[str, str]]:
 
 # -- shapes of models -----------------------------------------------------------------------------------
 
+_GATED_DELTA_NETS: dict[str, Any] = {  # in three layers of four
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "vocab_size": 248_320,
+    "max_position_embeddings": 262_144,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25},
+    "torch_dtype": "bfloat16",
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "architectures": ["LlamaForCausalLM"],
@@ -290,6 +304,31 @@ SHAPES: dict[str, dict[str, Any]] = {
                 "lm_head",
             ],
         },
+    },
+    "qwen3.5-4b": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 32,
+        "hidden_size": 2560,
+        "intermediate_size": 9216,
+        **_GATED_DELTA_NETS,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+    },
+    "qwen3.6-35b-a3b": {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "num_hidden_layers": 40,
+        "hidden_size": 2048,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        **_GATED_DELTA_NETS,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": False,
     },
 }
 """By name: the contents of config.json."""

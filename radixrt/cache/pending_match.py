@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import insort
+
 from radixrt.cache.prefix_cache import Frontier, Lease, Loan, PrefixCache
 from radixrt.cache.radix_tree import NO_MATCH, Match, Namespace, Tokens, common_prefix
 
@@ -51,6 +53,12 @@ class PendingMatch:
         length = min(len(leader.tokens), self._limit)
         self.leader_match_len = common_prefix(leader.tokens[:length], self._tokens[:length])
         return True
+
+    def keep_where_it_parts(self) -> None:
+        """Let the leader leave a state where these tokens part from its own, if it has not come there yet."""
+        leader, stop = self._leader, self.leader_match_len
+        if leader is not None and stop > leader.allocated_len and stop not in leader.stops:
+            insort(leader.stops, stop)
 
     def loan(self) -> Loan | None:
         """What can be borrowed for the coming pass: only where the leader begins with it, too.

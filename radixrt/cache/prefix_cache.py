@@ -37,6 +37,7 @@ from memory_pool.slot_allocator import SlotAllocator
 from radixrt.cache.host_tier import HostTier
 from radixrt.cache.radix_tree import EMPTY, Match, Namespace, Node, RadixTree, Slots, Tokens, common_prefix
 from radixrt.cache.snapshot import Adoption, TreeSnapshot, adopt, plan_adoption
+from radixrt.cache.states import States
 from radixrt.hit_rate import CountsHits
 
 # How far a lease has come: the end of its committed tokens, and the token after it, which it computes next.
@@ -61,6 +62,7 @@ class Lease:
     frontier: Frontier | None = None  # where others find it; None: it computes nothing more for them
     released: bool = False
     reusable_len: int | None = None  # set on release: leading tokens that later requests may share; None: all
+    stops: list[int] = field(default_factory=list)  # positions where a pass is to end and leave a fresh state
 
     @property
     def allocated_len(self) -> int:
@@ -131,11 +133,12 @@ class PrefixCache(CountsHits):
         *,
         host_slots: SlotAllocator | None = None,  # of the host's KV pool; None: evicted tokens are forgotten
         min_store_tokens: int = 256,  # see `HostTier`
+        states: States | None = None,  # of a model that has some: prefixes are of use up to where one was kept
         enabled: bool = True,  # False: nothing is matched and nothing is published
         force_miss: bool = False,  # nothing is matched, but everything is published and remapped as usual
     ) -> None:
         self.rows, self.slots = rows, slots
-        self.enabled, self.force_miss = enabled, force_miss
+        self.enabled, self.force_miss, self.states = enabled, force_miss, states
         self.transfers = KVTransfers()  # between the tiers, to be made before the next pass
         self.tree = RadixTree()
         self.host: HostTier | None = None
@@ -167,6 +170,11 @@ class PrefixCache(CountsHits):
     def in_flight(self) -> int:
         """Passes launched and not yet ended."""
         return self.passes_launched - self.passes_ended
+
+    @property
+    def passes(self) -> tuple[int, int]:
+        """How many were launched, and how many have ended."""
+        return self.passes_launched, self.passes_ended
 
     @property
     def may_match(self) -> bool:
@@ -203,8 +211,10 @@ class PrefixCache(CountsHits):
         return newcomer
 
     def lend(self, lease: Lease) -> None:
-        """Let others borrow what a lease that was made for the coming pass has got slots for: see `Loan`."""
-        if lease.frontier is not None:
+        """Let others borrow what a lease that was made for the coming pass has got slots for: see `Loan`. Where
+        there are states, nobody can: what a pass leaves is there only after it.
+        """
+        if lease.frontier is not None and self.states is None:
             known = sort_key(lease.tokens[lease.committed : lease.allocated_len])
             insort(self._lenders.setdefault(lease.frontier, []), (known, lease), key=itemgetter(0))
 
@@ -232,9 +242,15 @@ class PrefixCache(CountsHits):
         The tree has not changed since that match. Matched tokens that only the host has are loaded. What follows
         the match is borrowed where there is a `loan`. Returns None, having at most split an edge, if there is no
         row, or if after locking the match fewer slots are available than `reserve` and all tokens need that are
-        not on the device and not borrowed.
+        not on the device and not borrowed. Where there are states, what counts is the match up to the last one;
+        its own pass will leave another where the whole match ends. None, too, if there is none for its own.
         """
         on_device = match.on_device
+        stops: list[int] = []
+        if self.states is not None:
+            stops = [on_device.length]
+            match = on_device = on_device.at_state
+            stops = [stop for stop in stops if stop > match.length]
         node, matched, loaded = self.tree.node_at(namespace, on_device), on_device.length, 0
         self.tree.lock(node)  # shrinks what is available, so the budget is checked after it
         slots: Slots | None = None
@@ -249,6 +265,10 @@ class PrefixCache(CountsHits):
             return None
         row = self.rows.alloc()
         assert row is not None  # one is free
+        if self.states is not None and not self.states.begin(row, node, self.passes):
+            self.rows.free(row)
+            self.tree.unlock(node)
+            return None
         if len(slots):
             node, loaded = self._load(node, namespace, tokens[: match.length], slots)
             matched += loaded
@@ -256,7 +276,8 @@ class PrefixCache(CountsHits):
         if matched:
             self.rows.write(row, 0, self.tree.slots_of(node))
         self.allocated_lens[row] = matched
-        lease = Lease(row, node, matched, matched, loaded, tokens, self.allocated_lens, self.passes_launched)
+        begun = self.passes_launched
+        lease = Lease(row, node, matched, matched, loaded, tokens, self.allocated_lens, begun, stops=stops)
         if loan is not None:
             lease.lender, lease.lent_end = loan
             lease.lender.borrowers.append(lease)
@@ -282,6 +303,13 @@ class PrefixCache(CountsHits):
             self.rows.write_each(rows, positions, slots)
             self.allocated_lens[rows] = positions + 1
         return slots
+
+    def next_states(self, lease: Lease, keep_at: int | None) -> tuple[int, int]:
+        """The states that a lease's row of the coming pass begins with and leaves. Where it ends at one of the
+        lease's stops, `keep_at`, it leaves a fresh one, if there is one or one can make room.
+        """
+        assert self.states is not None
+        return self.states.step(lease.row, keep_at, self.passes)
 
     def truncate(self, lease: Lease, length: int) -> None:
         """Take the slots of positions [length, allocated_len) of a live lease back: the row ends at `length` then.
@@ -327,6 +355,8 @@ class PrefixCache(CountsHits):
         if lender is not None:
             self._count_borrowed(lease, node, computed)
         lease.node, lease.committed, lease.tokens = node, computed, tokens
+        if self.states is not None:
+            self.states.publish(lease.row, computed, node, self.passes)
         if lender is not None and computed >= lease.lent_end:
             lender.borrowers.remove(lease)
             lease.lender = None
@@ -343,6 +373,10 @@ class PrefixCache(CountsHits):
         lease.released, lease.reusable_len = True, reusable_len
         self._announce(lease)
         first = self._bequeath(lease)
+        if self.states is not None:
+            wanted = reusable_len is None or reusable_len >= lease.committed
+            is_end = self.enabled and wanted and lease.committed == lease.allocated_len
+            self.states.release(lease.row, lease.node if is_end else None, self.passes)
         slots = self._slots_of(lease, first, lease.allocated_len)
         alone = takewhile(lambda node: node.lock == 1, self.tree.path(lease.node))
         tokens = len(slots) + sum(len(node.tokens) for node in alone)
@@ -352,6 +386,8 @@ class PrefixCache(CountsHits):
         """Count a pass that has been launched and reads rows and slots as they are now."""
         self.passes_launched += 1
         self._lenders.clear()
+        if self.states is not None:
+            self.states.pass_launched()
 
     def pass_ended(self) -> None:
         """Count the oldest pass in flight as ended, and free what waited for it alone."""
@@ -360,6 +396,8 @@ class PrefixCache(CountsHits):
         while self.pending and self.pending[0].after <= self.passes_ended:
             ended.append(self.pending.popleft())
         self._free_pending(ended)
+        if self.states is not None:
+            self.states.pass_ended(self.passes_ended)
 
     def begin_adoption(self, snapshot: TreeSnapshot, weights_version: int) -> Adoption:
         """Choose the part of a faultless snapshot that is new and finds free slots, most recently used first.
@@ -429,6 +467,13 @@ class PrefixCache(CountsHits):
     def _free_evicted(self, slots: Slots) -> None:
         self.slots.free(slots)
         self.evicted_tokens += len(slots)
+        self._drop_states()
+
+    def _drop_states(self) -> None:
+        """Give up the states of nodes that have left the device."""
+        if self.states is not None and self.tree.states_given_up:
+            self.states.drop(self.tree.states_given_up, self.passes)
+            self.tree.states_given_up.clear()
 
     def _load(self, top: Node, namespace: Namespace, matched: Tokens, slots: Slots) -> tuple[Node, int]:
         """Load what only the host has of matched tokens, below `top`, into `slots`. Returns their end, locked, and
@@ -460,6 +505,7 @@ class PrefixCache(CountsHits):
                 self.rows.free(lease.row)
                 self.leases.remove(lease)
         self.slots.free(np.concatenate(freed[::-1]))  # the first are the last to be had again
+        self._drop_states()
 
     def _longest(self, node: Node, tokens: Tokens, start: int, limit: int) -> Loan | None:
         """The newcomer at `node`, where `tokens[start]` follows, that computes most of `tokens[:limit]`."""

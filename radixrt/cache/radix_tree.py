@@ -58,6 +58,7 @@ class Node:
     last_access: int = 0
     touched_at: float = 0.0  # `time.monotonic` then; 0: before it came here, from a kept cache
     hits: int = 0  # requests that found it when they were admitted, or borrowed it
+    state: int = 0  # the state that was kept where it ends; 0: none
 
 
 def is_leaf(node: Node, tier: int) -> bool:
@@ -78,6 +79,18 @@ class Match(NamedTuple):
     def at_boundary(self) -> bool:
         """Whether the match ends at the end of a node."""
         return self.inside == len(self.node.tokens)
+
+    @property
+    def at_state(self) -> Match:
+        """The part of it up to the last node with a state, or to the root. All of it is on the device."""
+        node, length = self.node, self.length
+        if not self.at_boundary and node.parent is not None:
+            length -= self.inside
+            node = node.parent
+        while node.parent is not None and not node.state:
+            length -= len(node.tokens)
+            node = node.parent
+        return Match(node, len(node.tokens), length)
 
     @property
     def on_device(self) -> Match:
@@ -141,6 +154,7 @@ class RadixTree:
         self.total_tokens = self.device_tokens = self.locked_tokens = 0  # the first: in one tier or both
         self.version = 0  # grows whenever a match may have changed
         self.leaves = [LeafQueue(DEVICE), LeafQueue(HOST)]
+        self.states_given_up: list[int] = []  # of nodes that have left the device, for the cache to take
         self._clock = 0
 
     @property
@@ -313,6 +327,9 @@ class RadixTree:
         parent.num_children[tier] -= 1
         if tier == DEVICE:
             self.device_tokens -= len(slots)
+            if node.state:
+                self.states_given_up.append(node.state)
+                node.state = 0
         if node.slots[1 - tier] is None:  # the other one
             del parent.children[node.tokens.item(0)]
             self.total_tokens -= len(node.tokens)
@@ -331,7 +348,9 @@ class RadixTree:
             self.roots.pop(node.namespace, None)
 
     def cut(self, node: Node, at: int) -> Node:
-        """The node that ends after the first `at` tokens of a node: itself, or a new upper part of its edge."""
+        """The node that ends after the first `at` tokens of a node: itself, or a new upper part of its edge, which
+        has no state.
+        """
         if at == len(node.tokens):
             return node
         upper = Node(node.tokens[:at], node.parent, node.namespace, [None, None])

@@ -105,6 +105,8 @@ def runtime_with_cache(arguments: argparse.Namespace, *, progress: bool = False)
     check_apart(runtime_places(arguments))
     load, save = _path(arguments, "load_cache"), _path(arguments, "save_cache")
     with radixrt.Runtime(**runtime_options(arguments)) as runtime:
+        if save is not None:  # not only when all is done
+            runtime.check_keeps_a_cache("save_cache")
         if load is not None:
             count = runtime.load_cache(load, progress=progress)
             print(f"radixrt: {count:,} cached tokens loaded from {load}", file=sys.stderr)

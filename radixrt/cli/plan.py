@@ -158,7 +158,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _limits(arguments: argparse.Namespace, card: Card, shape: ModelShape, context_length: int) -> RunLimits:
-    from radixrt.limits import GPU_LIMITS, RunLimits, requests_at_once
+    from radixrt.limits import GPU_LIMITS, RunLimits, requests_at_once, requests_with_states
 
     names = ("max_running_requests", "chunked_prefill_size")
     given = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
@@ -168,5 +168,6 @@ def _limits(arguments: argparse.Namespace, card: Card, shape: ModelShape, contex
         of_pool = free if pool is None else pool * shape.kv_bytes
         sizes = {"context_length": context_length, "vocab_size": shape.vocab_size}
         most = GPU_LIMITS.max_running_requests
-        given[names[0]] = requests_at_once(most, free, of_pool, shape.kv_bytes, **sizes)
+        running = requests_at_once(most, free, of_pool, shape.kv_bytes, **sizes)
+        given[names[0]] = requests_with_states(running, free, shape.state_bytes)
     return RunLimits(card.pool_tokens(shape) if pool is None else pool, **given)

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from radixrt.execution.sampling.sampler import Arrays, draw_logprobs, sample_pla
 from radixrt.execution.staging import Staging
 from radixrt.models.decoder import Decoder
 from radixrt.schedule.passes import Features, Pass
+from triton_ops.recurrent.rows import StateRows
 from triton_ops.row_tables import known_tokens, write_cells
 from triton_ops.sampling.logit_masks import mask_rows
 from triton_ops.sampling.logprobs import token_logprobs
@@ -186,13 +188,15 @@ class Executor:
         indices = None if is_decode else arrays["logits_indices"]
         plans = packed.plans.with_arrays(arrays[name] for name in packed.plans.numbered())
         host = packed.host_arrays()
+        of_rows: dict[str, Any] = {name: arrays[name] for name in host}
         metadata = InputMetadata(
-            **{name: arrays[name] for name in host},
+            **of_rows,
             req_to_token=self.req_to_token,
             decode_plans=plans.decode,
             extend_plans=plans.extend,
             num_extends=num_extends,
             num_extend_tokens=InputMetadata.count_extend_tokens(host["extend_seq_lens"], num_extends),
+            states=_state_rows(arrays, num_extends),
         )
         ids = arrays["input_ids"]
         if self._stage.is_first:
@@ -296,3 +300,11 @@ class Executor:
             targets, num_top = forward.arrays["scored_targets"][rows], min(pass_.num_top_scored, logits.shape[1])
             parts.append(token_logprobs(logits, targets, num_top, impl=self._impl))
         return tuple(map(torch.cat, zip(*parts, strict=True)))
+
+
+def _state_rows(arrays: Arrays, num_extends: int) -> StateRows | None:
+    """The states of a pass's rows; None for a model that keeps none."""
+    if "state_reads" not in arrays:
+        return None
+    starts, lens = arrays["extend_start_loc"], arrays["extend_seq_lens"]
+    return StateRows(starts, lens, arrays["state_reads"], arrays["state_writes"], num_extends)

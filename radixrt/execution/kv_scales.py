@@ -34,8 +34,7 @@ def calibrated_scales(model: Decoder, device: torch.device) -> Tensor:
     ids = np.random.default_rng(SEED).integers(0, config.vocab_size, num_tokens, dtype=np.int32)
     if config.bos_token_id is not None:
         ids[0] = config.bos_token_id
-    shape = len(model.layers), config.num_kv_heads, config.head_dim
-    pool = TokenToKVPool(num_tokens + 1, *shape, dtype=model.placement.dtype, device=device)
+    pool = TokenToKVPool(num_tokens + 1, model.kv_layout(model.placement.dtype), device=device)
     runner = ModelRunner(model, ReqToTokenPool(1, num_tokens), pool, device)
     zero, positions = np.zeros(1, np.int32), np.arange(num_tokens, dtype=np.int32)
     prompt = replace(

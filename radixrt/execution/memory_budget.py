@@ -11,13 +11,14 @@ import numpy as np
 import psutil
 import torch
 
+from memory_pool.kv_layout import KVLayout
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.checks import check_float, check_int
 from radixrt.errors import ParameterError
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.execution.staging import padded
-from radixrt.limits import PassLimits
+from radixrt.limits import PassLimits, kept_states
 from radixrt.models.decoder import Decoder
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.answer import Answer, RequestLog
@@ -92,8 +93,7 @@ def measured_pass_memory(
 
     torch.cuda.empty_cache()
     before = free()
-    shape = len(model.layers), config.num_kv_heads, config.head_dim
-    pool = TokenToKVPool(2, *shape, dtype=kv_dtype, device=device)
+    pool = TokenToKVPool(2, model.kv_layout(kv_dtype), device=device)
     pool.buffer.zero_()
     runner = ModelRunner(model, rows, pool, device, captured=captured, tree=tree)
     runner.collect(runner.launch(largest_pass(limits, config.context_length)))
@@ -122,21 +122,50 @@ def room_for_passes() -> Iterator[None]:
         ) from error
 
 
+def free_bytes(device: torch.device) -> int:
+    """Of the device's memory, or the host's for a CPU."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+
+
+def pool_states(device: torch.device, layout: KVLayout, limits: PassLimits, memory_fraction: float) -> int:
+    """States of a pool, the reserved one included: one for each row, and some that are kept, of a share of free
+    memory; 0 where no layer keeps any. Raises ParameterError where those of the rows do not fit.
+    """
+    size = layout.bytes_per_state
+    if not size:
+        return 0
+    free, of_rows = int(free_bytes(device) * memory_fraction), 1 + limits.num_rows
+    if of_rows * size > free:
+        raise ParameterError(
+            f"max_running_requests is {limits.max_running_requests}, whose sequences have {of_rows:,} states of "
+            f"{size:,} bytes each, but memory_fraction {memory_fraction:g} leaves {free:,} bytes; lower "
+            "max_running_requests"
+        )
+    return of_rows + kept_states(limits, free, size)
+
+
 def pool_slots(
-    device: torch.device, bytes_per_slot: int, memory_fraction: float, max_total_tokens: int | None, promised: int
+    device: torch.device,
+    bytes_per_slot: int,
+    memory_fraction: float,
+    max_total_tokens: int | None,
+    promised: int,
+    beside: int = 0,
 ) -> int:
     """Slots of a KV pool, the reserved one included: `max_total_tokens`, or what a share of free memory holds.
 
-    `promised` bytes that are free are needed by passes. Raises ParameterError where `max_total_tokens` exceeds
-    what is free, or the share does not hold two slots.
+    `promised` bytes that are free are needed by passes, and `beside` of that share by what else the pool holds.
+    Raises ParameterError where `max_total_tokens` exceeds what is free, or the share does not hold two slots.
     """
-    on_gpu = device.type == "cuda"
-    free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
+    free = free_bytes(device)
     if max_total_tokens is not None:
-        return check_int("max_total_tokens", max_total_tokens, 1, max(1, free // bytes_per_slot - 1)) + 1
-    fitting = int((free - promised) * memory_fraction) // bytes_per_slot
+        return (
+            check_int("max_total_tokens", max_total_tokens, 1, max(1, (free - beside) // bytes_per_slot - 1)) + 1
+        )
+    fitting = (int((free - promised) * memory_fraction) - beside) // bytes_per_slot
     if fitting < 2:
         needs = f", of which passes need {promised:,}" if promised else ""
+        needs += f", states of sequences {beside:,}" if beside else ""
         raise ParameterError(
             f"memory_fraction is {memory_fraction:g}: of {free:,} free bytes{needs}, that is less than a KV slot "
             f"of {bytes_per_slot:,} bytes needs"

@@ -115,7 +115,9 @@ class ModelRunner:
         max_batch, max_tokens = captured.max_running_requests, captured.chunked_prefill_size
         self._shapes = captured_shapes(max_batch, max_tokens, model.num_weights, tuning.token_sizes)
         padding_row, most = rows.max_requests, tuning.max_plan_passes
-        self._builder = PassBuilder(self.planner, self._shapes, padding_row, most, model.stage.count)
+        self._builder = PassBuilder(
+            self.planner, self._shapes, padding_row, most, model.stage.count, keeps_states=config.keeps_states
+        )
         self._prepared: _Prepared | None = None
         self.launched_words: Int32Array = np.zeros(0, np.int32)  # of the pass that was launched last
         self._mover = None if host_pool is None else KVMover(kv_pool, host_pool, device, placement.impl)

@@ -46,8 +46,9 @@ class PackedPass:
 
     key: PassKey | None  # of the captured graph; None: the pass is launched kernel by kernel
     words: Int32Array  # all arrays of the pass
-    # Where those lie that make the logits: the fields of InputMetadata, `input_ids`, the plans; of a captured
-    # decode also what plain draws read, of any other pass `last_tokens` and `logits_indices`.
+    # Where those lie that make the logits: the fields of InputMetadata, `input_ids`, the plans, and, if the model
+    # keeps states, which are read and written; of a captured decode also what plain draws read, of any other pass
+    # `last_tokens` and `logits_indices`.
     inputs: Layout
     plans: PassPlans[Int32Array]  # on the host
     extras: Layout = _NOTHING  # where all others lie, after the inputs: changes of rows, draws, scored tokens
@@ -73,7 +74,8 @@ class PassBuilder:
     """Decides how each pass is computed, pads it, plans its attention, and packs all that it is told.
 
     `shapes` are of passes that may be captured, of decodes and of others, each ascending. Padding belongs to no
-    request: it reads nothing, writes its KV to slot 0 and its slots to `padding_row`.
+    request: it reads nothing, writes its KV to slot 0 and its slots to `padding_row`, and where the model
+    `keeps_states`, it begins with state 0 and leaves it. So do passes without states.
 
     Decodes of the same requests as one of the last `num_lanes` passes begin with what was made for that.
     """
@@ -85,7 +87,10 @@ class PassBuilder:
         padding_row: int,
         max_plan_passes: int = MAX_PLAN_PASSES,
         num_lanes: int = 1,
+        *,
+        keeps_states: bool = False,
     ) -> None:
+        self._keeps_states = keeps_states
         self._planner, self._shapes = planner, shapes
         self._padding_row, self._max_plan_passes = padding_row, max_plan_passes
         # Shapes of which there are idle passes, ascending: others are not captured.
@@ -117,10 +122,11 @@ class PassBuilder:
         size = shape.num_rows
         zeros = np.zeros(size, np.int32)
         host = InputMetadata.host_arrays(zeros + np.int32(self._padding_row), zeros + 1, zeros, zeros)
+        states = {"state_reads": zeros, "state_writes": zeros} if self._keeps_states else {}
         draws = {name: np.zeros(size, dtype) for name, dtype in DRAW_DTYPES.items()}
         plans = self._planner.plan_padded_decodes(zeros, zeros, [plan_shape])
         # Plans come last: so the addresses of what draws read depend on the size alone.
-        words, layout = packed({"input_ids": zeros, **host, **draws, **plans.numbered()})
+        words, layout = packed({"input_ids": zeros, **host, **states, **draws, **plans.numbered()})
         key = PassKey(shape, plan_shape)
         idle = PackedPass(key, words, layout, plans)
         self._decode_words[key] = [_DecodeWords(idle)]
@@ -174,7 +180,9 @@ class PassBuilder:
             plans = self._planner.plan(host, pass_.num_extends)
             growing.begin(pass_, plans)
         own = {"last_tokens": last, "logits_indices": last[pass_.sampling.logits_rows]}
-        words, layout = packed({**host, "input_ids": pass_.input_ids, **own, **plans.numbered()})
+        words, layout = packed(
+            {**host, "input_ids": pass_.input_ids, **self._states(pass_), **own, **plans.numbered()}
+        )
         return PackedPass(None, words, layout, plans)
 
     def _padded(self, pass_: Pass, shape: PassShape, plan_shapes: Sequence[PlanShape] = ()) -> PackedPass | None:
@@ -206,6 +214,7 @@ class PassBuilder:
         inputs: Arrays = {
             **host,
             "input_ids": spread(pass_.input_ids, num_tokens, shape.num_tokens),
+            **{name: spread(array, num_live, num_extends) for name, array in self._states(pass_).items()},
             "last_tokens": padded(last, num_extends + shape.num_rows),
             "logits_indices": padded(last[pass_.num_samples > 0], shape.num_rows),
             **plans.numbered(),
@@ -213,6 +222,17 @@ class PassBuilder:
         key = PassKey(shape, plans.shape)
         words, self._layouts[key] = packed(inputs, self._layouts.get(key))
         return PackedPass(key, words, self._layouts[key], plans)
+
+    def _states(self, pass_: Pass) -> dict[str, Int32Array]:
+        """What its rows begin with and leave, by the names of these arrays; none where no states are kept."""
+        if not self._keeps_states:
+            return {}
+        none = np.zeros(pass_.num_rows, np.int32)
+        reads, writes = pass_.state_reads, pass_.state_writes
+        return {
+            "state_reads": none if reads is None else reads,
+            "state_writes": none if writes is None else writes,
+        }
 
     def _decode(self, pass_: Pass, shape: PassShape) -> PackedPass:
         rows = pass_.req_pool_indices
@@ -225,7 +245,7 @@ class PassBuilder:
         else:
             self._current.remove(current)
         self._current.append(current)
-        made, sampling = current.update(pass_), pass_.sampling
+        made, sampling = current.update(pass_, self._states(pass_)), pass_.sampling
         plain = sampling.features.array_names
         extras = {name: array for name, array in sampling.arrays.items() if name not in plain}
         if len(pass_.row_changes) > pass_.num_rows:  # else they are the new tokens', which the graph writes
@@ -289,8 +309,10 @@ class _DecodeWords:
             place[:] = array
         self._packed = replace(self._packed, plans=replace(self._packed.plans))  # other items grow
 
-    def update(self, pass_: Pass) -> PackedPass:
-        """Fill in what is new in a pass of the requests that it was begun for; of draws what the features name."""
+    def update(self, pass_: Pass, states: Mapping[str, Int32Array]) -> PackedPass:
+        """Fill in what is new in a pass of the requests that it was begun for; of draws what the features name.
+        `states` are the pass's, if the model keeps some: a row may leave another one than in the pass before.
+        """
         self.passes_left -= 1
         arrays, count, draws = self._arrays, pass_.num_rows, pass_.sampling
         arrays["seq_lens"][:count] = pass_.seq_lens
@@ -298,6 +320,8 @@ class _DecodeWords:
         arrays["positions"][:count] = pass_.prefix_lens
         arrays["out_cache_loc"][:count] = pass_.out_cache_loc
         arrays["input_ids"][:count] = pass_.input_ids
+        for name, array in states.items():
+            arrays[name][:count] = array
         for name in draws.features.array_names:
             arrays[name][:count] = draws.arrays[name]
         self._packed.plans.grow(pass_.seq_lens)

@@ -18,6 +18,7 @@ from transformers import AutoConfig
 
 from layers.quantization import Quantization
 from layers.rotary import RopeParameters
+from memory_pool.kv_layout import KVLayout, StateLayout
 from radixrt.checks import check_int
 from radixrt.errors import ModelError, ParameterError
 from radixrt.models.families import text_models_of
@@ -43,7 +44,13 @@ _BOUNDS = {
     "n_routed_experts": (1, 2**12),
     "n_shared_experts": (1, 2**12),
     "shared_intermediate_size": (1, 2**22),
+    "shared_expert_intermediate_size": (1, 2**22),
     "head_dim": (1, 2**14),
+    "linear_num_key_heads": (1, 2**12),
+    "linear_num_value_heads": (1, 2**12),
+    "linear_key_head_dim": (1, 2**14),
+    "linear_value_head_dim": (1, 2**14),
+    "linear_conv_kernel_dim": (2, 2**8),
     "vocab_size": (1, 2**24),
     "max_position_embeddings": (2, 2**24),
     "original_max_position_embeddings": (2, 2**24),
@@ -57,10 +64,17 @@ ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """Per-layer attention settings: rope (None: no positions), window in tokens (None: unlimited)."""
+    """Per-layer attention settings: rope (None: no positions), window in tokens (None: unlimited).
+
+    `is_recurrent`: the layer has no attention, but keeps a state of each sequence.
+    """
 
     rope: RopeParameters | None
     window: int | None = None
+    is_recurrent: bool = False
+
+
+RECURRENT = AttentionKind(rope=None, is_recurrent=True)
 
 
 @dataclass(frozen=True)
@@ -72,9 +86,11 @@ class ModelConfig:
     `eos_token_ids`, sorted, end an answer. `quantization` is the checkpoint's own.
 
     A family with fields of its own derives a class that adds them and overrides `read_family`. `inner_sizes` are
-    those that are divided among ranks besides heads, with their names in config.json.
+    those that are divided among ranks besides heads, with their names in config.json. `has_recurrent_layers`:
+    whether the family's layers of `linear_attention` are known.
     """
 
+    has_recurrent_layers: ClassVar[bool] = False
     inner_sizes: ClassVar[Mapping[str, str]] = MappingProxyType({"intermediate_size": "intermediate_size"})
 
     architecture: str
@@ -117,7 +133,7 @@ class ModelConfig:
             source = _text_config(whole, architecture, raw)
             own = cls.read_family(source)
             config = cls(
-                **{**_read_common(source), **own},
+                **{**_read_common(source, recurrent=cls.has_recurrent_layers), **own},
                 architecture=architecture,
                 eos_token_ids=_end_tokens(folder, source.eos_token_id),
                 quantization=next((found for found in quantizations if found is not None), None),
@@ -159,6 +175,38 @@ class ModelConfig:
         for kind in self.attention:
             if kind.window is not None and kind.window < 1:
                 raise ModelError(f"sliding_window is {kind.window}; a token sees at least itself")
+
+    def kv_layout(
+        self, dtype: torch.dtype, layers: range | None = None, state_dtype: torch.dtype | None = None
+    ) -> KVLayout:
+        """What some layers keep, or all of them, with KV in `dtype`, and what else they keep of inputs in
+        `state_dtype`, or in that, too.
+        """
+        layers = range(self.num_layers) if layers is None else layers
+        recurrent = sum(self.attention[layer].is_recurrent for layer in layers)
+        states = self.state_layout(recurrent, state_dtype or dtype) if recurrent else None
+        return KVLayout(len(layers) - recurrent, self.num_kv_heads, self.head_dim, dtype, states)
+
+    def state_layout(self, num_layers: int, dtype: torch.dtype) -> StateLayout:
+        """What `num_layers` recurrent layers keep, of inputs in `dtype`. A family that has such layers overrides
+        this.
+        """
+        raise NotImplementedError
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether some layer keeps a state of each sequence."""
+        return any(kind.is_recurrent for kind in self.attention)
+
+    @property
+    def told_states(self) -> str:
+        """For messages that refuse what cannot be done with states."""
+        return f"layers of a {self.architecture} keep a state of each sequence"
+
+    def place_of(self, layer_id: int, layers: range) -> int:
+        """How many of `layers` before `layer_id` keep what that keeps: where it lies in the pool of these."""
+        is_recurrent = self.attention[layer_id].is_recurrent
+        return sum(self.attention[layer].is_recurrent == is_recurrent for layer in range(layers.start, layer_id))
 
     def with_context_length(self, context_length: int) -> Self:
         """Return the config for sequences up to `context_length`, 2 to `max_context_length`, or ParameterError."""
@@ -279,8 +327,10 @@ def head_dim_of(source: Any) -> int:
     return int(getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads)
 
 
-def read_attention(source: Any) -> tuple[AttentionKind, ...]:
-    """Read the kind of each layer's attention from transformers' config object. Raises ModelError."""
+def read_attention(source: Any, *, recurrent: bool = False) -> tuple[AttentionKind, ...]:
+    """Read the kind of each layer's attention from transformers' config object. Raises ModelError, also for layers
+    of `linear_attention` unless they may be `recurrent`.
+    """
     num_layers, trained_length = source.num_hidden_layers, source.max_position_embeddings
     window = _optional(source, "sliding_window", None)
     types = _optional(source, "layer_types", None) or [None] * num_layers
@@ -290,11 +340,11 @@ def read_attention(source: Any) -> tuple[AttentionKind, ...]:
     for name, values in (("layer_types", types), ("no_rope_layers", rotated)):
         if len(values) < num_layers:
             raise ModelError(f"{name} has {len(values)} entries, but the model has {num_layers} layers")
-    unknown = set(types) - {None, "full_attention", "sliding_attention"}
-    if unknown:
+    known = ["full_attention", "sliding_attention", *(["linear_attention"] if recurrent else [])]
+    if unknown := set(types) - {None, *known}:
         raise ModelError(
             f"layers of kind {', '.join(sorted(unknown))} are not supported; "
-            "full_attention and sliding_attention are"
+            f"{', '.join(known[:-1])} and {known[-1]} are"
         )
     if "sliding_attention" in types and window is None:
         raise ModelError("layer_types names sliding_attention, but there is no sliding_window")
@@ -304,23 +354,25 @@ def read_attention(source: Any) -> tuple[AttentionKind, ...]:
         return read_rope(parameters, head_dim_of(source), trained_length)
 
     return tuple(
-        AttentionKind(rope(kind) if with_rope else None, None if kind == "full_attention" else window)
+        RECURRENT
+        if kind == "linear_attention"
+        else AttentionKind(rope(kind) if with_rope else None, None if kind == "full_attention" else window)
         for kind, with_rope, _ in zip(types, rotated, range(num_layers), strict=False)
     )
 
 
-def _read_common(source: Any) -> dict[str, Any]:
-    """Read the fields that all families have."""
+def _read_common(source: Any, *, recurrent: bool) -> dict[str, Any]:
+    """Read the fields that all families have; `recurrent` as in `read_attention`."""
     if _optional(source, "use_bidirectional_attention", None):
         raise ModelError("use_bidirectional_attention is not supported")
     # Quantised checkpoints hold the rest in bfloat16.
     usual_dtype = torch.bfloat16 if getattr(source, "quantization_config", None) else torch.float32
-    attention, trained_length = read_attention(source), source.max_position_embeddings
+    attention, trained_length = read_attention(source, recurrent=recurrent), source.max_position_embeddings
     lengths = [longest_context(kind.rope, trained_length) for kind in attention if kind.rope is not None]
     return {
         "num_layers": source.num_hidden_layers,
         "hidden_size": source.hidden_size,
-        "intermediate_size": source.intermediate_size,
+        "intermediate_size": getattr(source, "intermediate_size", 0),  # there are mixtures of experts alone
         "num_heads": source.num_attention_heads,
         "num_kv_heads": source.num_key_value_heads,
         "head_dim": head_dim_of(source),

@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from layers.gated_delta_net import GatedDeltaNet
 from layers.input_metadata import InputMetadata
 from layers.linear import StackedLinear, SummedLinear
 from layers.moe import SparseMoE
@@ -26,6 +27,7 @@ from layers.radix_attention import KVCache, RadixAttention
 from layers.ranks import Addend, whole
 from layers.vocabulary import Embedding, LogitsHead
 from layers.weight import Weight
+from memory_pool.kv_layout import KVLayout
 from radixrt.models.config import ModelConfig
 from triton_ops.activations.gelu_and_mul import gelu_and_mul
 from triton_ops.activations.quantised_rows import QuantisedRows
@@ -61,6 +63,8 @@ class Attention(nn.Module):
         scale: factor on the scores; None: `head_dim ** -0.5`.
         softcap: of the scores; None: they are not capped.
         sinks: whether each head has a learned logit without a value: see `Scoring`.
+        output_gate: the name of a projection to as many heads as queries have, whose sigmoid gates what heads put
+            out; None: there is none.
     """
 
     def __init__(
@@ -79,21 +83,24 @@ class Attention(nn.Module):
         scale: float | None = None,
         softcap: float | None = None,
         sinks: bool = False,
+        output_gate: str | None = None,
         placement: Placement,
     ) -> None:
         super().__init__()
         hidden, self.head_dim = config.hidden_size, config.head_dim
-        self.num_heads = config.num_heads, config.num_kv_heads, config.num_kv_heads  # of q, k and v
-        sizes = [heads * self.head_dim for heads in self.num_heads]
+        # Of q, k and v, and of gates, if there are some.
+        parts = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads, "v_proj": config.num_kv_heads}
+        parts |= {} if output_gate is None else {output_gate: config.num_heads}
+        self.num_heads = tuple(parts.values())
         self.qkv = StackedLinear(
             hidden,
-            dict(zip(("q_proj", "k_proj", "v_proj"), sizes, strict=True)),
+            {name: heads * self.head_dim for name, heads in parts.items()},
             packed_as=packed_as,
             bias=config.attention_bias if qkv_bias is None else qkv_bias,
             placement=placement,
         )
         output_bias = config.attention_bias if output_bias is None else output_bias
-        self.output = SummedLinear(sizes[0], hidden, bias=output_bias, placement=placement)
+        self.output = SummedLinear(config.num_heads * self.head_dim, hidden, bias=output_bias, placement=placement)
         self.q_norm = q_norm
         self.k_norm = k_norm
         # Norms of each head are fused with what follows; those over all heads are launches of their own.
@@ -101,7 +108,7 @@ class Attention(nn.Module):
         norm = None
         if q_norm is not None and k_norm is not None and self.norms_each_head:
             norm = HeadNorm(q_norm.weight, k_norm.weight, q_norm.eps, q_norm.offset, norm_after_rotation)
-        own_id = layer_id - placement.stage.layers(config.num_layers).start  # of the stage's part of the KV pool
+        own_id = config.place_of(layer_id, placement.stage.layers(config.num_layers))
         scale = self.head_dim**-0.5 if scale is None else scale
         self.sinks = placement.parameter(config.num_heads, dtype=torch.float32) if sinks else None
         scoring = Scoring(scale, softcap, config.attention[layer_id].window, self.sinks)
@@ -124,12 +131,14 @@ class Attention(nn.Module):
         self, hidden: Hidden, metadata: InputMetadata, kv_pool: KVCache, *, split_k_ok: bool = False
     ) -> Addend:
         """`hidden [T, hidden_size]` to the same shape, or to parts if they are allowed: see `Linear.forward`."""
-        q, k, v = self.qkv(hidden).unflatten(1, (-1, self.head_dim)).split(self.num_heads, dim=1)
+        q, k, v, *gates = self.qkv(hidden).unflatten(1, (-1, self.head_dim)).split(self.num_heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None and not self.norms_each_head:
             q = self.q_norm(q.flatten(1)).view(q.shape)
             k = self.k_norm(k.flatten(1)).view(k.shape)
-        attended = self.attention(q, k, v, metadata, kv_pool).flatten(1)
-        out: Addend = self.output(attended, split_k_ok=split_k_ok)
+        attended = self.attention(q, k, v, metadata, kv_pool)
+        for gate in gates:
+            attended.mul_(gate.sigmoid())
+        out: Addend = self.output(attended.flatten(1), split_k_ok=split_k_ok)
         return out
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
@@ -206,7 +215,7 @@ class Block(nn.Module):
         self,
         *,
         attention_norm: RMSNorm,
-        attention: Attention,
+        attention: Attention | GatedDeltaNet,
         feed_forward_norm: RMSNorm,
         feed_forward: FeedForward | SparseMoE,
     ) -> None:
@@ -235,7 +244,10 @@ class Block(nn.Module):
 
 
 def _normed(
-    norm: RMSNorm, hidden: Addend, residual: Tensor | None, consumer: Attention | FeedForward | SparseMoE
+    norm: RMSNorm,
+    hidden: Addend,
+    residual: Tensor | None,
+    consumer: Attention | GatedDeltaNet | FeedForward | SparseMoE,
 ) -> tuple[Hidden, Tensor]:
     """`hidden`, plus the residual if there is one, normed as its only consumer takes it; and the sum."""
     if consumer.input_groups is not None:
@@ -316,6 +328,10 @@ class Decoder(nn.Module):
         """Return the `cos_sin_cache` of a layer, shared by all layers of that rope; None if it has no rope."""
         rope = self.config.attention[layer_id].rope
         return None if rope is None else self._rotaries[rope]
+
+    def kv_layout(self, dtype: torch.dtype) -> KVLayout:
+        """What the blocks keep, with KV in `dtype`."""
+        return self.config.kv_layout(dtype, self.layers, self.placement.dtype)
 
     @cached_property
     def num_unlike_blocks(self) -> int:

@@ -37,6 +37,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Qwen2ForCausalLM": Family("Qwen2", "radixrt.models.qwen", "Qwen2", "Qwen2, Qwen2.5, QwQ"),
         "Qwen3ForCausalLM": Family("Qwen3", "radixrt.models.qwen", "Qwen3", "Qwen3 dense"),
         "Qwen3MoeForCausalLM": Family("Qwen3 MoE", "radixrt.models.qwen", "Qwen3Moe", "Qwen3 30B-A3B"),
+        "Qwen3NextForCausalLM": Family(
+            "Qwen3-Next", "radixrt.models.qwen_hybrid", "Qwen3_5Moe", "Qwen3-Next 80B-A3B"
+        ),
+        "Qwen3_5ForCausalLM": Family("Qwen3.5", "radixrt.models.qwen_hybrid", "Qwen3_5", "Qwen3.5 dense (text)"),
+        "Qwen3_5MoeForCausalLM": Family(
+            "Qwen3.5 MoE", "radixrt.models.qwen_hybrid", "Qwen3_5Moe", "Qwen3.5 mixtures (text)"
+        ),
         "MixtralForCausalLM": Family("Mixtral", "radixrt.models.mixtral", "Mixtral", "Mixtral 8x7B"),
         "Phi3ForCausalLM": Family(
             "Phi-3", "radixrt.models.phi", "Phi3", "Phi-3 mini, Phi-3.5 mini, Phi-4, Phi-4 mini"
@@ -82,6 +89,16 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Qwen3VLMoeForConditionalGeneration": Family(
             "Qwen3 MoE", "radixrt.models.qwen", "Qwen3VLMoe", "Qwen3-VL 30B-A3B: text", ("qwen3_vl_moe_text",)
         ),
+        "Qwen3_5ForConditionalGeneration": Family(
+            "Qwen3.5", "radixrt.models.qwen_hybrid", "Qwen3_5", "Qwen3.5 4B, 9B, 27B: text", ("qwen3_5_text",)
+        ),
+        "Qwen3_5MoeForConditionalGeneration": Family(
+            "Qwen3.5 MoE",
+            "radixrt.models.qwen_hybrid",
+            "Qwen3_5Moe",
+            "Qwen3.5 35B-A3B, Qwen3.6 35B-A3B: text",
+            ("qwen3_5_moe_text",),
+        ),
     }
 )
 
@@ -91,7 +108,6 @@ _GEMMA4 = (
 )
 _LLAMA4 = "most of its layers attend within chunks of the context; Llama 3.3 is supported"
 _LATENT = "it has latent attention (MLA); of mixtures, GLM-4.5 Air and Qwen3 30B-A3B are supported"
-_LINEAR = "most of its layers have linear attention, whose state is no KV of tokens; Qwen3 is supported"
 
 # Why architectures that many ask for are not in the table, and what is.
 REFUSED: Mapping[str, str] = MappingProxyType(
@@ -102,8 +118,6 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "Llama4ForConditionalGeneration": _LLAMA4,
         "DeepseekV2ForCausalLM": _LATENT,
         "DeepseekV3ForCausalLM": _LATENT,
-        "Qwen3NextForCausalLM": _LINEAR,
-        "Qwen3_5ForConditionalGeneration": _LINEAR,
     }
 )
 

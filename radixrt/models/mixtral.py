@@ -46,7 +46,7 @@ class MixtureConfig(ModelConfig):
         return {
             "num_experts": num_experts,
             "top_k": source.num_experts_per_tok,
-            "expert_size": source.intermediate_size,
+            "expert_size": getattr(source, "moe_intermediate_size", None) or source.intermediate_size,
         }
 
     @property

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from radixrt.checks import check_float
 from radixrt.errors import ParameterError
-from radixrt.workloads.bound import KNOWN_DEVICES, DeviceSpeed, Experts, ModelShape
+from radixrt.workloads.bound import KNOWN_DEVICES, DeviceSpeed, Experts, ModelShape, RecurrentLayers
 
 if TYPE_CHECKING:
     from radixrt.models.config import ModelConfig
@@ -47,7 +47,18 @@ def shape_of(config: ModelConfig, *, in_e4m3: bool = False, in_int4: bool = Fals
         layers_in_e4m3=in_e4m3,
         layers_in_int4=in_int4,
         experts=experts,
+        recurrent=_recurrent_layers(config),
     )
+
+
+def _recurrent_layers(config: ModelConfig) -> RecurrentLayers | None:
+    states = config.kv_layout(config.dtype).states
+    if states is None:
+        return None
+    values = states.num_heads * states.value_dim
+    # Of queries, keys and values; of gates and the output; of decays and shares.
+    outputs = states.conv_channels + 2 * values + 2 * states.num_heads
+    return RecurrentLayers(states.num_layers, config.hidden_size * outputs, states.bytes_per_state)
 
 
 @dataclass(frozen=True)

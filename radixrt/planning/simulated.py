@@ -18,6 +18,7 @@ from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.slot_allocator import SlotAllocator
 from radixrt.arrays import Int32Array
 from radixrt.cache.prefix_cache import PrefixCache
+from radixrt.cache.states import states_of
 from radixrt.config import RuntimeConfig
 from radixrt.engine.engine import Engine
 from radixrt.engine.parts import Parts, request_output
@@ -105,7 +106,8 @@ def simulated_engine(
 ) -> Engine:
     """An engine whose passes are those of a run within these limits."""
     of_pass = limits.of_pass
-    cache = PrefixCache(ReqToTokenPool(of_pass.num_rows, context_length), SlotAllocator(limits.pool_tokens + 1))
+    rows, slots = ReqToTokenPool(of_pass.num_rows, context_length), SlotAllocator(limits.pool_tokens + 1)
+    cache = PrefixCache(rows, slots, states=states_of(limits.num_states, rows.max_requests))
     config = SchedulerConfig(limits.max_running_requests, limits.chunked_prefill_size, of_pass.max_samples, policy)
     return Engine(Scheduler(cache, config), runner)
 

@@ -20,6 +20,7 @@ from layers.moe import SparseMoE
 from layers.products import ProductTable
 from layers.quantization import Quantization
 from layers.weight import Weight
+from memory_pool.kv_layout import KVLayout
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import HostKVPool, TokenToKVPool
 from radixrt.builtin import MODEL_PATH
@@ -28,16 +29,18 @@ from radixrt.errors import ParameterError
 from radixrt.execution.device import check_kernels, choose_device
 from radixrt.execution.kv_scales import calibrated_scales
 from radixrt.execution.memory_budget import (
+    free_bytes,
     host_pool_slots,
     measured_pass_memory,
     pool_slots,
+    pool_states,
     room_for_passes,
 )
 from radixrt.execution.model_runner import ModelRunner, Tuning
 from radixrt.execution.products import compare_all
 from radixrt.kept_cache.identity import rank_checksums
 from radixrt.kept_cache.kv_part import KVPart
-from radixrt.limits import NO_PASSES, PassLimits, requests_at_once
+from radixrt.limits import NO_PASSES, PassLimits, requests_at_once, requests_with_states
 from radixrt.models.config import GENERATION_DEFAULTS, ModelConfig, generation_defaults
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import check_dtype, load_model, model_folder, reload_weights, whole_of
@@ -190,9 +193,14 @@ def assemble_rank(
     kv_dtype = E4M3 if config.kv_dtype == "fp8" else decoder.placement.dtype
     if kv_dtype == E4M3 and model_config.head_dim % 2:
         raise ParameterError(f"kv_dtype is 'fp8', which wants an even head_dim; it is {model_config.head_dim}")
-    shape = (len(decoder.layers), model_config.num_kv_heads, model_config.head_dim)
-    bytes_per_slot = TokenToKVPool.bytes_per_slot(*shape, kv_dtype)
-    limits = _pass_limits(config, model_config, device, bytes_per_slot)
+    layout = decoder.kv_layout(kv_dtype)
+    bytes_per_slot = layout.bytes_per_token
+    if layout.states is not None and config.host_memory_gb:
+        raise ParameterError(
+            f"host_memory_gb is {config.host_memory_gb:g}, but {model_config.told_states}, which is not moved to "
+            "the host; leave it out"
+        )
+    limits = _pass_limits(config, model_config, device, layout)
     limits = replace(limits, max_running_requests=group.least(limits.max_running_requests))
     captured = limits if captures else NO_PASSES
     products_began = time.perf_counter()
@@ -218,9 +226,11 @@ def assemble_rank(
     share, wanted = config.share_of_memory(on_gpu=on_gpu), config.max_total_tokens
     if not on_gpu:
         share /= group.shape.size  # all ranks take of the same memory
-    slots = pool_slots(device, bytes_per_slot, memory_fraction=share, max_total_tokens=wanted, promised=for_passes)
+    num_states = pool_states(device, layout, limits, share)
+    sizes = {"promised": for_passes, "beside": num_states * layout.bytes_per_state}
+    slots = pool_slots(device, bytes_per_slot, memory_fraction=share, max_total_tokens=wanted, **sizes)
     slots = group.least(slots)
-    kv_pool = TokenToKVPool(slots, *shape, dtype=kv_dtype, device=device)
+    kv_pool = TokenToKVPool(slots, layout, num_states=num_states, device=device)
     if scales is not None:
         kv_pool.set_scales(scales)
     host_pool = None
@@ -238,6 +248,9 @@ def assemble_rank(
     seconds["graphs"] = time.perf_counter() - graphs_began
     pool_bytes, captured_graphs = slots * bytes_per_slot, len(runner.executor.graphs)
     _log.info("KV pool: %s tokens, %.2f GiB in %s", f"{slots - 1:,}", pool_bytes / 2**30, kv_dtype)
+    if num_states:
+        state_bytes = num_states * layout.bytes_per_state
+        _log.info("states: %s sequences, %.2f GiB", f"{num_states - 1:,}", state_bytes / 2**30)
     if products:
         replaced = sum(bool(table.ordered) for table in products)
         told = "products: %d shapes compared in %.1f s; torch's are replaced at some sizes in %d of them"
@@ -247,19 +260,20 @@ def assemble_rank(
     return RankParts(folder, decoder, whole_config, limits, rows, kv_pool, host_pool, runner, products, seconds)
 
 
-def _pass_limits(
-    config: RuntimeConfig, model: ModelConfig, device: torch.device, bytes_per_slot: int
-) -> PassLimits:
-    """The limits of a pass, once the weights are in place: on a GPU, as many requests at once as memory allows."""
+def _pass_limits(config: RuntimeConfig, model: ModelConfig, device: torch.device, layout: KVLayout) -> PassLimits:
+    """The limits of a pass, once the weights are in place: on a GPU, or where each request has a state, as many
+    requests at once as memory allows.
+    """
     on_gpu, wanted = device.type == "cuda", config.max_total_tokens
     limits = config.pass_limits(on_gpu=on_gpu)
-    if not on_gpu or config.max_running_requests is not None:
+    if config.max_running_requests is not None:
         return limits
-    share = config.share_of_memory(on_gpu=on_gpu)
-    free = int(torch.cuda.mem_get_info(device)[0] * share)
-    pool = free if wanted is None else wanted * bytes_per_slot
-    sizes = {"context_length": model.context_length, "vocab_size": model.vocab_size}
-    running = requests_at_once(limits.max_running_requests, free, pool, bytes_per_slot, **sizes)
+    running, free = limits.max_running_requests, int(free_bytes(device) * config.share_of_memory(on_gpu=on_gpu))
+    if on_gpu:
+        pool = free if wanted is None else wanted * layout.bytes_per_token
+        sizes = {"context_length": model.context_length, "vocab_size": model.vocab_size}
+        running = requests_at_once(running, free, pool, layout.bytes_per_token, **sizes)
+    running = requests_with_states(running, free, layout.bytes_per_state)
     return replace(limits, max_running_requests=running)
 
 

@@ -12,12 +12,14 @@ import numpy as np
 from memory_pool.slot_allocator import Slots
 from radixrt.arrays import Int32Array
 from radixrt.cache.prefix_cache import Lease, PrefixCache
+from radixrt.cache.radix_tree import common_prefix
 from radixrt.schedule.answer import Answer, place_of
 from radixrt.schedule.policy import OutputEstimate, SchedulerConfig, admission_order
 from radixrt.schedule.request_table import RequestTable
 from radixrt.schedule.sampling_table import SamplingTable
 
 _NONE = np.zeros(0, np.int32)
+MAX_LOOK_AHEAD = 256  # answers that wait, in which places are looked for where prompts part
 
 
 class ExtendChunk(NamedTuple):
@@ -28,6 +30,7 @@ class ExtendChunk(NamedTuple):
     end: int
     slots: Slots
     num_samples: int  # after the last token
+    states: tuple[int, int]  # that it begins with and leaves, where there are some
 
     @classmethod
     def next_of(cls, answer: Answer, cache: PrefixCache, budget: int) -> ExtendChunk | None:
@@ -36,15 +39,19 @@ class ExtendChunk(NamedTuple):
         assert lease is not None  # it runs
         start = lease.allocated_len
         end = min(start + budget, answer.extend_len)
+        stop = next((stop for stop in lease.stops if stop > start), None)
+        if stop is not None:
+            end = min(end, stop)
         slots = cache.extend(lease, end - start)
         if slots is None:
             return None
+        states = (0, 0) if cache.states is None else cache.next_states(lease, end if end == stop else None)
         recomputed = max(0, min(end, answer.launched_len) - start)  # lost to a retraction
         log.recomputed_tokens += recomputed
         cache.recomputed_tokens += recomputed
         if log.launched_at is None:
             log.launched_at = time.perf_counter()
-        return cls(answer, start, end, slots, answer.num_answers if end == answer.extend_len else 0)
+        return cls(answer, start, end, slots, answer.num_answers if end == answer.extend_len else 0, states)
 
     def scored_positions(self) -> Int32Array:
         """Positions after which the prompt's next token is to be scored, ascending."""
@@ -86,6 +93,8 @@ class Admission:
         if not waiting or budget <= 0 or places <= 0:
             return chunks
         promised = self._promised()
+        if cache.states is not None:
+            cache.states.make_room(min(places, len(waiting)), cache.passes, ends_only=True)
         more_urgent = 0  # answers at the head of the queue that were passed over
         loads = config.max_loaded_chunks * config.chunked_prefill_size
         for answer in self.paced(admission_order(config, waiting, cache)):
@@ -108,6 +117,8 @@ class Admission:
                 # for the rest of it, or leaders of other prefixes would take that, and evict this prefix before it
                 # comes.
                 promised += max(0, demand - match.leader_match_len)
+                if cache.states is not None:
+                    match.keep_where_it_parts()
                 continue
             tokens = answer.tokens()
             reserve = promised + demand - len(tokens) if self.running else 0
@@ -116,6 +127,8 @@ class Admission:
                 self.refused = answer
                 break
             loads -= lease.loaded
+            if cache.states is not None:
+                self._set_stops(answer, lease)
             self._run(answer, lease)
             chunk = ExtendChunk.next_of(answer, cache, budget)
             if chunk is None:
@@ -134,6 +147,22 @@ class Admission:
             budget -= len(chunk.slots)
             promised += demand - chunk.end
         return chunks
+
+    def _set_stops(self, answer: Answer, lease: Lease) -> None:
+        """Let a lease leave states where the answers that wait next part from it, and for its own forks."""
+        tokens, at = answer.tokens(), bisect.bisect_right(self.waiting, answer.place, key=place_of)
+        stops = {*lease.stops, *([len(tokens)] if answer.num_answers > 1 else ())}
+        end = len(tokens)
+        for other in self.waiting[at : at + MAX_LOOK_AHEAD]:
+            if other.request.namespace != answer.request.namespace:
+                break
+            # In lexicographic order, and in a planned one, what is shared gets shorter.
+            end = min(end, other.match_limit)
+            end = common_prefix(tokens[:end], other.tokens()[:end])
+            if end <= lease.matched:
+                break
+            stops.add(end)
+        lease.stops = sorted(stops)
 
     def lacks_memory(self, answer: Answer) -> bool:
         """Whether a waiting answer would find too little memory, once the passes in flight have ended."""

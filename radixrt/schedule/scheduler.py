@@ -248,6 +248,8 @@ class Scheduler:
             "scored": _NONE,
             "scored_targets": _NONE,
         }
+        if self.cache.states is not None:
+            columns["state_reads"], columns["state_writes"] = self.cache.states.step_each(rows)
         if chunks:
             chunks.sort(key=lambda chunk: len(chunk.slots) == 1)  # stable
             answers = (*(chunk.answer for chunk in chunks), *decodes)
@@ -299,7 +301,14 @@ class Scheduler:
             "num_samples": self._limited(column(chunk.num_samples for chunk in chunks), num_decodes),
             "num_scored": column(map(len, scored)),
             **self._scored_columns(chunks, scored, offsets),
+            **self._state_columns(chunks),
         }
+
+    def _state_columns(self, chunks: Sequence[ExtendChunk]) -> dict[str, Int32Array]:
+        if self.cache.states is None:
+            return {}
+        reads, writes = np.array([chunk.states for chunk in chunks], np.int32).T
+        return {"state_reads": reads, "state_writes": writes}
 
     def _scored_columns(
         self, chunks: Sequence[ExtendChunk], scored: Sequence[Int32Array], offsets: Int32Array

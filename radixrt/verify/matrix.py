@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.arrays import Int32Array
 from radixrt.assembly import LoadedModel, assemble
 from radixrt.builtin import MODEL_PATH
@@ -175,7 +174,6 @@ class _Lab:
             yield asker, watch
 
     def situations(self, model: ModelConfig, seeds: Sequence[int]) -> list[Situation]:
-        shape = model.num_layers, model.num_kv_heads, model.head_dim
         return situations(
             self._config,
             self._questions,
@@ -183,7 +181,8 @@ class _Lab:
             limits=self._config.pass_limits(on_gpu=self._device.type == "cuda"),
             runs_kernels=self._runs_kernels,
             captures=self._captures,
-            bytes_per_token=TokenToKVPool.bytes_per_slot(*shape, torch.float32),
+            bytes_per_token=model.kv_layout(torch.float32).bytes_per_token,
+            keeps_states=model.keeps_states,
         )
 
     def hear_each_alone(self, asker: Asker) -> None:

@@ -48,6 +48,7 @@ def situations(
     runs_kernels: bool,
     captures: bool,
     bytes_per_token: int,
+    keeps_states: bool = False,
 ) -> list[Situation]:
     """All situations that differ with these options; those of one Runtime follow one another.
 
@@ -57,6 +58,7 @@ def situations(
         limits: of the user's Runtime.
         runs_kernels, captures: whether kernels run, and whether passes are captured.
         bytes_per_token: of KV, at most.
+        keeps_states: whether layers keep states, which are neither saved nor moved to a host.
     """
     found = [Situation("repeated", "alone, nothing cached, again", alone)]
     if config.enable_prefix_cache:
@@ -75,7 +77,7 @@ def situations(
     for seed in seeds:
         found.append(Situation(f"jitter-{seed}", f"jitter, seed {seed}", partial(_jitter, seed=seed)))
     found.append(Situation("read", "answers read as prompts", _read))
-    if config.enable_prefix_cache:
+    if config.enable_prefix_cache and not keeps_states:
         found.append(Situation("saved", "from a saved cache", _saved))
 
     def own(name: str, title: str, ask: Callable[[Asker], Iterator[Values]], **options: Any) -> None:
@@ -94,7 +96,7 @@ def situations(
         title = f"a pool of {small:,} tokens"
         own("small-pool", title, partial(_shuffled, seed=seeds[0]), max_total_tokens=small)
         own("small-pool-jitter", "that and jitter", partial(_jitter, seed=seeds[0]), max_total_tokens=small)
-        if config.enable_prefix_cache and not config.host_memory_gb:
+        if config.enable_prefix_cache and not config.host_memory_gb and not keeps_states:
             host = 2 * total * bytes_per_token / 1e9
             title = "that and a host tier"
             own("host-tier", title, _together_warm, max_total_tokens=small, host_memory_gb=host)

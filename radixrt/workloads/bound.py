@@ -46,6 +46,21 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class RecurrentLayers:
+    """The layers of a model that keep a state of each sequence in the place of keys and values.
+
+    Attributes:
+        count: of these layers.
+        weights: of what one has in the place of attention.
+        state_bytes: of a sequence's state in all of them.
+    """
+
+    count: int
+    weights: int
+    state_bytes: int
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """The sizes of a decoder that determine the cost of a token, without norms and biases, which are small.
 
@@ -64,12 +79,21 @@ class ModelShape:
     layers_in_int4: bool = False  # half a byte each, with their scales and zeros besides
     kv_in_e4m3: bool = False  # a byte an element, without its few scales
     experts: Experts | None = None
+    recurrent: RecurrentLayers | None = None  # some of the layers
+
+    @property
+    def _attention_layers(self) -> int:
+        return self.num_layers - (0 if self.recurrent is None else self.recurrent.count)
 
     @property
     def layer_weights(self) -> int:
-        """Weights of all layers without experts: the attention's four projections, and the MLP's three."""
+        """Weights of all layers without experts: the attention's four projections or what is in their place, and
+        the MLP's three.
+        """
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
-        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+        recurrent = 0 if self.recurrent is None else self.recurrent.count * self.recurrent.weights
+        mlps = self.num_layers * 3 * self.hidden_size * self.intermediate_size
+        return self._attention_layers * attention + recurrent + mlps
 
     @property
     def head_weights(self) -> int:
@@ -133,12 +157,17 @@ class ModelShape:
     def kv_bytes(self) -> int:
         """Bytes of one token's keys and values in all layers."""
         size = 1 if self.kv_in_e4m3 else self.bytes_per_value
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * size
+        return 2 * self._attention_layers * self.num_kv_heads * self.head_dim * size
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's state in all layers that keep one."""
+        return 0 if self.recurrent is None else self.recurrent.state_bytes
 
     @property
     def attention_ops(self) -> int:
         """Operations of all layers for one token to attend to another: two products, 2 operations a value each."""
-        return 4 * self.num_layers * self.num_heads * self.head_dim
+        return 4 * self._attention_layers * self.num_heads * self.head_dim
 
 
 def list_bound(
@@ -152,8 +181,8 @@ def list_bound(
     Prefill: every distinct prompt token that is not part of `computed_before` goes once through the layers, with
     its causal attention, and one row a request through the head. Decode: all requests run from the first step on.
     A step costs its bytes over bandwidth (all weights once, of experts those that it touches, each distinct KV
-    once) or its operations over flops, whichever is more. The prompts' distinct tokens count for the share of the
-    requests that still run.
+    once, each state twice) or its operations over flops, whichever is more. The prompts' distinct tokens count for
+    the share of the requests that still run.
     """
     inputs = [prompt.input_ids for prompt in prompts]
     work = shared_prefixes(inputs, computed_before)
@@ -175,7 +204,7 @@ def list_bound(
 
     distinct = token_statistics(inputs).distinct_tokens
     kv_tokens = distinct * running / max(1, len(prompts)) + running * steps
-    step_bytes = shape.read_bytes(running) + kv_tokens * shape.kv_bytes
+    step_bytes = shape.read_bytes(running) + kv_tokens * shape.kv_bytes + 2 * running * shape.state_bytes
     step_ops = shape.weight_ops * running + shape.attention_ops * (prompt_context + running * steps)
     decode = np.maximum(step_bytes / speed.bandwidth, step_ops / speed.flops).sum()
     return float(prefill_ops / speed.flops + decode)

@@ -38,9 +38,7 @@ class Computer:
     def __init__(self, model: Decoder, *, is_eager: bool, max_scored_at_once: int = 512) -> None:
         config = model.config
         self.rows = ReqToTokenPool(MAX_REQUESTS, CONTEXT)
-        self.pool = TokenToKVPool(
-            500, config.num_layers, config.num_kv_heads, config.head_dim, dtype=torch.float32, device=CPU
-        )
+        self.pool = TokenToKVPool(500, model.kv_layout(torch.float32), device=CPU)
         self.pool.buffer.fill_(float("nan"))
         self.builder = PassBuilder(planner_on_cpu(config, self.rows.req_to_token), SHAPES, MAX_REQUESTS)
         self.executor = Executor(model, self.rows, self.pool, max_scored_at_once)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from memory_pool.kv_layout import KVLayout
 from memory_pool.kv_transfers import KVTransfer
 from memory_pool.token_to_kv_pool import HostKVPool, TokenToKVPool
 from radixrt.execution import kv_mover
@@ -19,11 +20,11 @@ def ids(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int32)
 
 
-SHAPE = (2, 2, 8)  # layers, heads, elements
+LAYOUT = KVLayout(2, 2, 8, torch.float32)
 
 
 def pools(device: torch.device) -> tuple[TokenToKVPool, HostKVPool]:
-    pool = TokenToKVPool(12, *SHAPE, dtype=torch.float32, device=device)
+    pool = TokenToKVPool(12, LAYOUT, device=device)
     host = HostKVPool(9, pool)
     pool.buffer.copy_(torch.randn(pool.buffer.shape, device="cpu"))
     host.buffer.copy_(torch.randn(host.buffer.shape, device="cpu"))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from memory_pool.kv_layout import KVLayout
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt import CacheFileError, ParameterError, RequestOutput, Runtime, SamplingParams
 from radixrt.builtin import MODEL_PATH
@@ -51,14 +52,7 @@ FAMILIES = {
 def logits(model: Decoder, device: torch.device, *, fp8: bool) -> Tensor:
     """Of NUM_TOKENS tokens: a prompt in two chunks, then decodes. Float32 `[NUM_TOKENS, vocab_size]`."""
     config = model.config
-    pool = TokenToKVPool(
-        NUM_TOKENS + 1,
-        config.num_layers,
-        config.num_kv_heads,
-        config.head_dim,
-        dtype=E4M3 if fp8 else model.placement.dtype,
-        device=device,
-    )
+    pool = TokenToKVPool(NUM_TOKENS + 1, model.kv_layout(E4M3 if fp8 else model.placement.dtype), device=device)
     pool.buffer.fill_(torch.nan)
     if fp8:
         pool.set_scales(calibrated_scales(model, device))
@@ -235,14 +229,15 @@ def test_keys_and_values_have_scales_of_their_own(tmp_path: Path, device: torch.
 
 def test_pools_refuse_scales_that_mean_nothing() -> None:
     options: dict[str, Any] = {"device": torch.get_default_device()}
-    plain = TokenToKVPool(5, 3, 2, 4, dtype=torch.float16, **options)
+    plain = TokenToKVPool(5, KVLayout(3, 2, 4, torch.float16), **options)
     table = torch.zeros(1, 1, dtype=torch.int32)
     view = plain.view(0, table)
     assert plain.scales is view.k_scale is view.v_scale is None
     with pytest.raises(ValueError, match="not of e4m3"):
         plain.set_scales(torch.ones(3, 2, 2))
-    pool = TokenToKVPool(5, 3, 2, 4, dtype=E4M3, **options)
-    assert TokenToKVPool.bytes_per_slot(3, 2, 4, E4M3) == 2 * 3 * 2 * 4
+    layout = KVLayout(3, 2, 4, E4M3)
+    pool = TokenToKVPool(5, layout, **options)
+    assert layout.bytes_per_token == 2 * 3 * 2 * 4
     for scales in (torch.ones(3, 2, 4), torch.zeros(3, 2, 2), torch.full((3, 2, 2), torch.nan)):
         with pytest.raises(ValueError, match="scales must be positive"):
             pool.set_scales(scales)

@@ -76,10 +76,8 @@ def test_it_runs_and_does_all_that_takes_memory(
     folder: Path, monkeypatch: pytest.MonkeyPatch, requests: int, chunk: int, context: int
 ) -> None:
     cpu = torch.device("cpu")
-    model, config = load_model(folder, device=cpu, context_length=context)
-    pool = TokenToKVPool(
-        2, config.num_layers, config.num_kv_heads, config.head_dim, dtype=torch.float32, device=cpu
-    )
+    model, _ = load_model(folder, device=cpu, context_length=context)
+    pool = TokenToKVPool(2, model.kv_layout(torch.float32), device=cpu)
     pool.buffer.fill_(0.0)
     rows: dict[str, int] = {}
 

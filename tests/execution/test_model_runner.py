@@ -32,9 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 def runner_of(model: Decoder, *, captures: bool) -> ModelRunner:
     config, rows = model.config, ReqToTokenPool(MAX_REQUESTS, CONTEXT)
-    pool = TokenToKVPool(
-        NUM_SLOTS, config.num_layers, config.num_kv_heads, config.head_dim, dtype=torch.float32, device=CPU
-    )
+    pool = TokenToKVPool(NUM_SLOTS, model.kv_layout(torch.float32), device=CPU)
     tuning = Tuning(
         token_sizes=(8, TOKENS), recorder=Recomputing, planner=planner_on_cpu(config, rows.req_to_token)
     )

@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from memory_pool.kv_layout import KVLayout
 from memory_pool.token_to_kv_pool import HostKVPool, TokenToKVPool, page_lock
 
-SHAPE = (2, 2, 8)  # layers, heads, elements
+LAYOUT = KVLayout(2, 2, 8, torch.float32)
 
 
 def test_layers_are_views_of_one_allocation() -> None:
-    pool = TokenToKVPool(5, 3, 2, 4, dtype=torch.float16, device=torch.device("cpu"))
-    assert TokenToKVPool.bytes_per_slot(3, 2, 4, torch.float16) == 2 * 3 * 2 * 4 * 2
+    layout = KVLayout(3, 2, 4, torch.float16)
+    pool = TokenToKVPool(5, layout, device=torch.device("cpu"))
+    assert layout.bytes_per_token == 2 * 3 * 2 * 4 * 2
     pool.buffer.fill_(0.0)
     table = torch.zeros(1, 1, dtype=torch.int32)
     views = [pool.view(layer, table) for layer in range(3)]
@@ -27,15 +29,13 @@ def test_layers_are_views_of_one_allocation() -> None:
 
 
 def test_host_pool_is_seen_as_the_device_s(device: torch.device) -> None:
-    pool = TokenToKVPool(12, *SHAPE, dtype=torch.float32, device=device)
+    pool = TokenToKVPool(12, LAYOUT, device=device)
     host = HostKVPool(9, pool)
     assert host.buffer.shape == (2, 2, 9, 2, 8)
     assert pool.buffer.shape == (2, 2, 12, 2, 8)
     assert host.buffer.dtype == torch.float32
     assert host.buffer.device.type == "cpu"
-    assert host.buffer[:, :, 3].data_ptr() == host.buffer.data_ptr() + 3 * TokenToKVPool.bytes_per_slot(
-        *SHAPE, torch.float32
-    )
+    assert host.buffer[:, :, 3].data_ptr() == host.buffer.data_ptr() + 3 * LAYOUT.bytes_per_token
     assert host.buffer.is_pinned() == (device.type == "cuda")
     assert host.allocator.capacity == 8
 
@@ -43,7 +43,7 @@ def test_host_pool_is_seen_as_the_device_s(device: torch.device) -> None:
 @pytest.mark.gpu
 def test_memory_that_cannot_be_locked_is_nobody_elses_error() -> None:
     device = torch.device("cuda")
-    host = HostKVPool(64, TokenToKVPool(2, *SHAPE, dtype=torch.float32, device=device))
+    host = HostKVPool(64, TokenToKVPool(2, LAYOUT, device=device))
     with pytest.raises(RuntimeError, match="cannot be page-locked"):
         page_lock(host.buffer, device)  # a second time
     assert torch.arange(3, device=device).sum().item() == 3

@@ -20,6 +20,7 @@ from layers.linear import Linear
 from layers.norm import RMSNorm
 from layers.placement import Placement
 from layers.quantization import Quantization, Scales
+from memory_pool.state_pool import StatePool
 from radixrt.models.decoder import Block, Decoder, FeedForward
 from radixrt.models.loader import load_model
 from tests.support import checkpoints, probe_kernels
@@ -38,7 +39,9 @@ class Pool:
 
     def __init__(self, model: Decoder, device: torch.device, *, e4m3: bool = False) -> None:
         config = model.config
-        shape = (2, config.num_layers, 16, config.num_kv_heads, config.head_dim)
+        layout = model.kv_layout(torch.float32)
+        shape = (2, layout.num_layers, 16, config.num_kv_heads, config.head_dim)
+        self.states = None if layout.states is None else StatePool(2, layout.states, device=device)
         self.kv = torch.full(shape, torch.nan, device=device).to(E4M3 if e4m3 else torch.float32)
         self.scales = torch.ones(2, config.num_kv_heads, device=device) / 16 if e4m3 else None
         if self.scales is not None:
@@ -57,7 +60,13 @@ def passes(model: Decoder, device: torch.device, *, e4m3: bool = False) -> Tenso
     with torch.inference_mode():
         for start, end in ((0, 4), (4, 6), (6, 7), (7, 8)):
             metadata = input_metadata(
-                [0], [end], [start], slots[start:end], rows, num_extends=int(end - start > 1)
+                [0],
+                [end],
+                [start],
+                slots[start:end],
+                rows,
+                num_extends=int(end - start > 1),
+                states=None if pool.states is None else ([int(start > 0)], [1]),
             )
             ids = torch.arange(start + 20, end + 20, dtype=torch.int32, device=device)
             hidden = model(ids, metadata, pool)
@@ -81,6 +90,8 @@ FAMILIES = {
         rope_parameters={**checkpoints.MINISTRAL_ROPE, "original_max_position_embeddings": 3},
     ),
     "smollm3": checkpoints.smollm3,
+    "qwen3.5": checkpoints.qwen3_5,
+    "qwen3-next": checkpoints.qwen3_next,
 }
 
 

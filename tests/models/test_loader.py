@@ -76,6 +76,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3-moe": checkpoints.qwen3_moe,
     "glm4-moe": checkpoints.glm4_moe,
 }
+HYBRID = {"qwen3-next": checkpoints.qwen3_next}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -91,10 +92,10 @@ def test_every_tensor_is_in_its_place(family: str, max_shard_size: str, tmp_path
     assert sum(tensor.numel() for tensor in ours.values()) == sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "glm4-moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "glm4-moe", "qwen3-next"])
 def test_experts_may_be_stored_stacked(family: str, tmp_path: Path) -> None:
     """transformers writes expert by expert, as the hub has them, or the stacks that it computes with."""
-    reference = FAMILIES[family]()
+    reference = {**FAMILIES, **HYBRID}[family]()
     apart = checkpoints.write(reference, tmp_path / "apart")
     stacked = checkpoints.write(reference, tmp_path / "stacked", save_original_format=False)
     assert "model.layers.1.mlp.experts.gate_up_proj" in load_file(stacked / "model.safetensors")

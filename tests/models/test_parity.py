@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from memory_pool.state_pool import StatePool
 from radixrt.errors import ParameterError
 from radixrt.models.config import ModelConfig
 from radixrt.models.decoder import Decoder
@@ -98,6 +99,15 @@ MODELS: dict[str, Callable[[], Any]] = {
     "gemma3": checkpoints.gemma3,
     "mixtral": checkpoints.mixtral,
     "qwen3-moe": checkpoints.qwen3_moe,
+    "qwen3-next": checkpoints.qwen3_next,
+    "qwen3-next, as many heads of keys as of values": partial(
+        checkpoints.qwen3_next, linear_num_value_heads=2, norm_topk_prob=False, mlp_only_layers=[]
+    ),
+    "qwen3.5": checkpoints.qwen3_5,
+    "qwen3.5, tied, with biases": partial(checkpoints.qwen3_5, tie_word_embeddings=True, attention_bias=True),
+    "qwen3.5-moe": checkpoints.qwen3_5_moe,
+    "qwen3.5, the text of a model with images": partial(checkpoints.qwen3_5_with_images, tie_word_embeddings=True),
+    "qwen3.5-moe, the text of a model with images": checkpoints.qwen3_5_moe_with_images,
     "gpt-oss": checkpoints.gpt_oss,
     "gpt-oss without groups and windows": partial(
         checkpoints.gpt_oss, num_key_value_heads=6, layer_types=["full_attention"] * 2
@@ -117,14 +127,22 @@ ROUGHLY = 2e-4
 
 
 class Session:
-    """A model, a pool whose unused slots hold NaN, and rows of scattered slots."""
+    """A model, a pool whose unused slots hold NaN, and rows of scattered slots. Where the model keeps states, the
+    one after each request's tokens is kept, for whoever goes on from there.
+    """
 
     def __init__(self, model: Decoder, config: ModelConfig, *, max_requests: int = 4, max_len: int = 96) -> None:
         self.model = model
         slots = torch.randperm(max_requests * max_len, generator=torch.Generator().manual_seed(0)) + 1
         self.req_to_token = slots.view(max_requests, max_len).int()
-        shape = (2, config.num_layers, slots.numel() + 1, config.num_kv_heads, config.head_dim)
-        self.kv = torch.full(shape, torch.nan)
+        layout = model.kv_layout(torch.float32)
+        shape = (2, layout.num_layers, slots.numel() + 1, config.num_kv_heads, config.head_dim)
+        self.kv, self.states = torch.full(shape, torch.nan), None
+        self._state_after: dict[tuple[int, ...], int] = {(): 0}
+        if layout.states is not None:
+            self.states = StatePool(32, layout.states, device=torch.get_default_device())
+            self.states.conv.fill_(torch.nan)
+            self.states.recurrent.fill_(torch.nan)
 
     def view(self, layer_id: int, req_to_token: Tensor) -> KVView:
         return KVView(*self.kv[:, layer_id], req_to_token)
@@ -144,6 +162,7 @@ class Session:
             self.req_to_token,
             num_extends=num_extends,
             plan=plan,
+            states=None if self.states is None else self._states_of(requests),
         )
         new_ids = [token for _, ids, prefix in requests for token in ids[prefix:]]
         hidden = self.model(torch.tensor(new_ids, dtype=torch.int32), metadata, self)
@@ -154,6 +173,16 @@ class Session:
         last = self.model.compute_logits(hidden, indices)
         assert_close(last, logits[indices.long()])
         return list(logits.split([len(ids) - prefix for _, ids, prefix in requests]))
+
+    def _states_of(self, requests: tuple[tuple[int, list[int], int], ...]) -> tuple[list[int], list[int]]:
+        """The states that requests begin with, and others that they leave."""
+        assert self.states is not None
+        begun = [self._state_after[tuple(ids[:prefix])] for _, ids, prefix in requests]
+        left = self.states.allocator.alloc(len(requests))
+        assert left is not None
+        for (_, ids, _), state in zip(requests, left.tolist(), strict=True):
+            self._state_after[tuple(ids)] = state
+        return begun, left.tolist()
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -209,7 +238,8 @@ def test_cached_prefix(session: Session, reference: Callable[[list[int]], Tensor
     """A second request reads the slots of the first one's prefix."""
     a = prompt(50, 1)
     b = a[:33] + prompt(20, 4)
-    session.run((0, a, 0))
+    session.run((0, a[:33], 0))
+    session.run((0, a, 33))
     session.req_to_token[1, :33] = session.req_to_token[0, :33]
     (ours,) = session.run((1, b, 33))
     assert_close(ours, reference(b)[33:])
@@ -240,7 +270,8 @@ def test_decodes_of_a_shared_plan(session: Session, reference: Callable[[list[in
     """The prefix is one item for both rows."""
     prefix = prompt(40, 10)
     a, b = prefix + prompt(6, 11), prefix + prompt(3, 12)
-    session.run((0, a[:-1], 0))
+    session.run((0, prefix, 0))
+    session.run((0, a[:-1], 40))
     session.req_to_token[1, :40] = session.req_to_token[0, :40]
     session.run((1, b[:-1], 40))
     items = ([0, 0, 1], [0, 40, 40], [40, 6, 3], [0, 0, 1], [2, 1, 1])
@@ -260,7 +291,7 @@ def test_a_wrong_context_changes_the_greedy_tokens(
     def wrong_tokens(ours: Tensor) -> int:
         return int((ours.argmax(-1) != right[30 : 30 + len(ours)]).sum())
 
-    session.run((0, a, 0))
+    session.run((0, a[:30], 0))
     assert wrong_tokens(session.run((0, a, 30))[0]) == 0
     swapped = session.req_to_token.clone()
     session.req_to_token[0, [22, 27]] = swapped[0, [27, 22]]
@@ -271,7 +302,7 @@ def test_a_wrong_context_changes_the_greedy_tokens(
     session.req_to_token.copy_(swapped)
     session.kv[1, 0, session.req_to_token[0, 23:27].long()] = 0.0
     assert wrong_tokens(session.run((0, a, 30))[0]) > 0, "four V of one layer lost"
-    session.run((0, a, 0))
+    session.run((0, a[:30], 0))
     assert wrong_tokens(session.run((0, a[:30] + a[31:], 30))[0]) > 0, "one token left out"
 
 
@@ -336,7 +367,7 @@ def test_long_rope_follows_the_context_length(changes: dict[str, Any], tmp_path:
     assert not torch.allclose(longer.run((0, a[:16], 0))[0], dense(reference, a[:16]), atol=0.1)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2", "mixtral", "qwen3.5", "qwen3-next"])
 def test_bfloat16_keeps_close(family: str, tmp_path: Path, device: torch.device) -> None:
     """Our bfloat16 logits are no farther from float32's than twice transformers' own."""
     reference = MODELS[family]()

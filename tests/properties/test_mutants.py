@@ -7,7 +7,7 @@ fault makes it do (a slot freed twice). Without a fault the same walks find noth
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +22,7 @@ from radixrt.cache.host_tier import HostTier
 from radixrt.cache.pending_match import PendingMatch
 from radixrt.cache.prefix_cache import Lease, Loan, PrefixCache
 from radixrt.cache.radix_tree import DEVICE, HOST, LeafQueue, Match, Namespace, Node, RadixTree
+from radixrt.cache.states import States
 from radixrt.engine.driver import Driver
 from radixrt.engine.engine import Engine
 from radixrt.errors import SchedulerError
@@ -75,6 +76,10 @@ FAMILY_SIZES = [
 ]
 
 FORM_SIZES = [replace(one, forms=True) for one in ALL_SIZES[:2]]
+
+# Hardly a state more than running answers have, and enough to keep many.
+STATE_SIZES = [replace(one, spare_states=spare) for one, spare in zip(ALL_SIZES, (4, 1, 12), strict=True)]
+STATE_SIZES += [replace(FAMILY_SIZES[0], spare_states=spare) for spare in (0, 6)]
 
 DRAFT_SIZES = [replace(one, drafts=True, max_in_flight=0) for one in ALL_SIZES]
 
@@ -1104,6 +1109,105 @@ def take_nothing_in(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AttentionPlan, "of_items", staticmethod(direct))
 
 
+# -- states -------------------------------------------------------------------------------------------------
+
+
+@mutant("20:", sizes=STATE_SIZES)
+def keep_a_state_late(patch: pytest.MonkeyPatch) -> None:
+    """What is left where prompts part goes to the lease's own state, as if it were copied after the next pass."""
+    step = States.step
+
+    def late(self: States, row: int, keep_at: int | None, passes: tuple[int, int]) -> tuple[int, int]:
+        before, after = step(self, row, keep_at, passes)
+        return before, after if keep_at is None else int(self.own[row])
+
+    patch.setattr(States, "step", late)
+
+
+@mutant("20:", sizes=STATE_SIZES)
+def overwrite_the_kept_state(patch: pytest.MonkeyPatch) -> None:
+    """A lease that begins with a kept state goes on in it."""
+    begin = States.begin
+
+    def sharing(self: States, row: int, node: Node, passes: tuple[int, int]) -> bool:
+        found = begin(self, row, node, passes)
+        if found and node.state:
+            self.own[row] = node.state
+        return found
+
+    patch.setattr(States, "begin", sharing)
+
+
+@mutant("20: a row begins with the state", sizes=STATE_SIZES)
+def match_beyond_the_last_state(patch: pytest.MonkeyPatch) -> None:
+    """A prefix is taken for all its tokens, with the state of a part of them."""
+    patch.setattr(Match, "at_state", property(lambda self: self))
+    patch.setattr("tests.support.world.world.require", lambda *arguments: None)
+
+
+@mutant("20:", sizes=STATE_SIZES)
+def give_up_what_is_about_to_be_read(patch: pytest.MonkeyPatch) -> None:
+    make_room = States.make_room
+
+    def ruthless(self: States, *arguments: Any, **options: Any) -> None:
+        readers, self._readers = self._readers, Counter()
+        make_room(self, *arguments, **options)
+        self._readers = readers
+
+    patch.setattr(States, "make_room", ruthless)
+
+
+@mutant("20: a row begins with the state", sizes=STATE_SIZES)
+def free_a_state_that_a_pass_reads(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(States, "_give_up", lambda self, state, passes: self._free(state))
+
+
+@mutant("20: a state is in one place", sizes=STATE_SIZES)
+def lose_the_state_of_an_evicted_node(patch: pytest.MonkeyPatch) -> None:
+    def careless(self: PrefixCache) -> None:
+        for state in self.tree.states_given_up:
+            del self.states.kept[state]  # type: ignore[union-attr]
+        self.tree.states_given_up.clear()
+
+    patch.setattr(PrefixCache, "_drop_states", careless)
+
+
+@mutant("20: a kept state is that of its node's path", sizes=STATE_SIZES)
+def keep_the_state_of_what_goes_beyond(patch: pytest.MonkeyPatch) -> None:
+    """The end of an answer is kept also where a pass has gone on after it."""
+    release = States.release
+
+    def generous(self: States, row: int, node: Node | None, passes: tuple[int, int]) -> None:
+        lease = next(one for one in world_leases(self) if one.row == row)
+        release(self, row, lease.node, passes)
+
+    def world_leases(states: States) -> Iterable[Lease]:
+        return next(cache.leases for cache in caches if cache.states is states)
+
+    caches: list[PrefixCache] = []
+    init = PrefixCache.__init__
+
+    def known(self: PrefixCache, *arguments: Any, **options: Any) -> None:
+        init(self, *arguments, **options)
+        caches.append(self)
+
+    patch.setattr(PrefixCache, "__init__", known)
+    patch.setattr(States, "release", generous)
+
+
+@mutant("20:", sizes=STATE_SIZES)
+def split_keeps_the_state_above(patch: pytest.MonkeyPatch) -> None:
+    cut = RadixTree.cut
+
+    def wrong(self: RadixTree, node: Node, at: int) -> Node:
+        upper = cut(self, node, at)
+        if upper is not node:
+            upper.state, node.state = node.state, 0
+        return upper
+
+    patch.setattr(RadixTree, "cut", wrong)
+
+
 def walk_until_it_breaks(sizes: list[Sizes], seeds: Iterable[int], actions: int, kind: type[World] = World) -> str:
     """The first violation of the walks, or of the code's own checks; "" if there is none."""
     for seed in seeds:
@@ -1139,7 +1243,9 @@ def test_the_fault_is_found(fault: Mutant, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.long_unless(kept=lambda given: given["world"] is PlannedWorld and given["actions"] == 40)
 @pytest.mark.parametrize("actions", [40, 120])
 @pytest.mark.parametrize("world", [World, PlannedWorld])
-@pytest.mark.parametrize("sizes", [ALL_SIZES, TIERED_SIZES], ids=["device", "device and host"])
+@pytest.mark.parametrize(
+    "sizes", [ALL_SIZES, TIERED_SIZES, STATE_SIZES], ids=["device", "device and host", "states"]
+)
 def test_without_a_fault_nothing_is_found(sizes: list[Sizes], world: type[World], actions: int) -> None:
     assert walk_until_it_breaks(sizes, range(len(sizes)), actions=actions, kind=world) == ""
 

@@ -59,6 +59,7 @@ class EngineMachine(RuleBasedStateMachine):
         policy=st.sampled_from(list(SchedulePolicy)),
         cache=st.sampled_from(["on", "on", "on", "on", "off", "force_miss"]),
         host=st.sampled_from([0, 2, 20, 60, 400]),
+        states=st.sampled_from([None, None, 0, 2, 12]),
     )
     def build(
         self,
@@ -70,6 +71,7 @@ class EngineMachine(RuleBasedStateMachine):
         policy: SchedulePolicy,
         cache: str,
         host: int,
+        states: int | None,
     ) -> None:
         self.world = World(
             Sizes(
@@ -81,7 +83,8 @@ class EngineMachine(RuleBasedStateMachine):
                 policy=policy,
                 enabled=cache != "off",
                 force_miss=cache == "force_miss",
-                host_slots=host,
+                host_slots=host if states is None else 0,
+                spare_states=states,
                 drops=True,
             )
         )
@@ -368,6 +371,19 @@ def test_random_walk_with_forms(seed: int) -> None:
     world.drain()
     complete = [answer for answer in world.answers if answer.request.form and answer.log.finish_reason == "stop"]
     assert len(complete) >= 5
+
+
+@pytest.mark.long_unless(kept=lambda given: given["seed"] in (1, 2, 6))
+@pytest.mark.parametrize("seed", range(12))
+def test_random_walk_with_states(seed: int) -> None:
+    sizes = replace(random_sizes(seed), spare_states=(0, 1, 3, 16)[seed % 4], families=True, forms=seed % 3 == 0)
+    world = World(sizes)
+    walk = Walk(world, seed, faults=1 + seed % 2)
+    for _ in range(120):
+        walk.act()
+    world.drain()
+    if sizes.enabled and not sizes.force_miss:
+        assert world.events["begins with a kept state"] >= 5
 
 
 def test_runs_without_torch() -> None:

@@ -53,10 +53,20 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
@@ -302,6 +312,41 @@ def qwen3_moe(seed: int = 0, **changes: Any) -> Qwen3MoeForCausalLM:
     return _build(Qwen3MoeForCausalLM, Qwen3MoeConfig, seed, {**own, **changes})
 
 
+# Two layers that are gated delta nets, attention between them; two value heads for one of keys. Weights are small:
+# the larger they are, the more depends on the last bits, by these nets' norms and decays.
+_DELTA_NETS: dict[str, Any] = {
+    "initializer_range": 0.12,
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+}
+_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 28,
+}
+
+
+def qwen3_next(seed: int = 0, **changes: Any) -> Qwen3NextForCausalLM:
+    """Its last layer is dense."""
+    own = {**_DELTA_NETS, **_EXPERTS, "mlp_only_layers": [2]}
+    return _build(Qwen3NextForCausalLM, Qwen3NextConfig, seed, {**own, **changes})
+
+
+def qwen3_5(seed: int = 0, **changes: Any) -> Qwen3_5ForCausalLM:
+    return _build(Qwen3_5ForCausalLM, Qwen3_5TextConfig, seed, {**_DELTA_NETS, **changes})
+
+
+def qwen3_5_moe(seed: int = 0, **changes: Any) -> Qwen3_5MoeForCausalLM:
+    own = {**_DELTA_NETS, **_EXPERTS}
+    return _build(Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, seed, {**own, **changes})
+
+
 def gpt_oss(seed: int = 0, **changes: Any) -> GptOssForCausalLM:
     """Its first layer has a window. Biases of the experts bring many of their gates beyond the clamp."""
     own = {
@@ -384,6 +429,14 @@ def qwen3_vl_moe(seed: int = 0, **changes: Any) -> Qwen3VLMoeForConditionalGener
     return _around_qwen3(text, Qwen3VLMoeForConditionalGeneration, Qwen3VLMoeConfig)
 
 
+def qwen3_5_with_images(seed: int = 0, **changes: Any) -> Qwen3_5ForConditionalGeneration:
+    return _around_qwen3(qwen3_5(seed, **changes), Qwen3_5ForConditionalGeneration, Qwen3_5Config)
+
+
+def qwen3_5_moe_with_images(seed: int = 0, **changes: Any) -> Qwen3_5MoeForConditionalGeneration:
+    return _around_qwen3(qwen3_5_moe(seed, **changes), Qwen3_5MoeForConditionalGeneration, Qwen3_5MoeConfig)
+
+
 def _around_qwen3(text: Any, model_class: Any, config_class: Any) -> Any:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
     vision = {"depth": 1, "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 16, "num_heads": 2}
@@ -414,15 +467,24 @@ def _around(
     return model
 
 
+_CENTRED = ("gemma", "qwen3_next", "qwen3_5")  # whose norms have weights around 0
+
+
 def _build(model_class: Any, config_class: Any, seed: int, changes: dict[str, Any]) -> Any:
     torch.manual_seed(seed)
     model = model_class(config_class(**{**SHAPE, **changes}))
     # Biases and norm weights, which transformers leaves at 0 and 1, random too: a swapped one shows.
-    centred = 0.0 if "gemma" in model.config.model_type else 1.0
+    centred = 0.0 if model.config.model_type.startswith(_CENTRED) else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(std=0.3)
+            elif name.endswith("A_log"):  # some heads forget soon, some late
+                parameter.uniform_(-4.0, 0.0)
+            elif "linear_key_head_dim" in changes and name.endswith("o_proj.weight"):
+                parameter.normal_(std=0.4)
+            elif "linear_attn.norm" in name:  # of heads, not centred
+                parameter.uniform_(0.5, 1.5)
             elif "norm" in name:
                 parameter.uniform_(centred - 0.5, centred + 0.5)
             elif name.endswith("mlp.gate.weight"):  # of a router, which is left at 0 in Qwen3-MoE

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from layers.input_metadata import InputMetadata
 from triton_ops.attention.plan import AttentionPlan
+from triton_ops.recurrent.rows import StateRows
 
 
 def input_metadata(
@@ -21,8 +23,11 @@ def input_metadata(
     *,
     num_extends: int | None = None,
     plan: AttentionPlan | None = None,
+    states: tuple[ArrayLike, ArrayLike] | None = None,
 ) -> InputMetadata:
-    """On `req_to_token`'s device. `num_extends` is all requests if None, `plan` (of the decodes) the flat plan."""
+    """On `req_to_token`'s device. `num_extends` is all requests if None, `plan` (of the decodes) the flat plan.
+    `states` `[B]` are those that requests begin with, and those that they leave.
+    """
     host = InputMetadata.host_arrays(req_pool_indices, seq_lens, prefix_lens, out_cache_loc)
     num_extends = host["seq_lens"].size if num_extends is None else num_extends
     if plan is None:
@@ -32,6 +37,10 @@ def input_metadata(
     def to_device(array: NDArray[Any]) -> Tensor:
         return torch.tensor(array, dtype=torch.int32, device=req_to_token.device)
 
+    rows = None
+    if states is not None:
+        fields = (host["extend_start_loc"], host["extend_seq_lens"], *map(np.asarray, states))
+        rows = StateRows(*map(to_device, fields), num_extends)
     return InputMetadata(
         **{name: to_device(array) for name, array in host.items()},
         req_to_token=req_to_token,
@@ -39,4 +48,5 @@ def input_metadata(
         extend_plans={},
         num_extends=num_extends,
         num_extend_tokens=InputMetadata.count_extend_tokens(host["extend_seq_lens"], num_extends),
+        states=rows,
     )

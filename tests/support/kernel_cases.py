@@ -52,6 +52,10 @@ from triton_ops.moe.topk_softmax import topk_softmax
 from triton_ops.norms.layer_norm import add_layer_norm, layer_norm
 from triton_ops.norms.rms_norm import add_rms_norm, quantised_rms_norm, rms_norm, rms_norm_add
 from triton_ops.ranks.peer_sum import PeerMemory, PeerSum
+from triton_ops.recurrent.causal_conv import causal_conv
+from triton_ops.recurrent.gated_delta import gated_delta
+from triton_ops.recurrent.gated_rms_norm import gated_rms_norm
+from triton_ops.recurrent.rows import StateRows
 from triton_ops.row_tables import known_tokens, write_cells
 from triton_ops.sampling.filtered_logits import filtered_logits
 from triton_ops.sampling.logit_masks import add_bias, apply_bitmask, ban_tokens, keep_only, mask_rows
@@ -113,6 +117,7 @@ def kernel_cases() -> Iterator[KernelCase]:
     yield from _kv_copy_cases()
     yield from _row_table_cases()
     yield from _peer_cases()
+    yield from _recurrent_cases()
 
 
 # --- attention ---
@@ -903,3 +908,51 @@ def _peer_cases() -> Iterator[KernelCase]:
         yield KernelCase(PeerSum, f"{num_ranks} ranks", partial(peers, part), few=num_ranks == 2)
         normed = partial(peers.add_rms_norm, part, part, part[0], 1e-6)
         yield KernelCase(PeerSum, f"{num_ranks} ranks, normed", normed, few=num_ranks == 2)
+
+
+# --- recurrent layers ---
+
+
+def _recurrent_cases() -> Iterator[KernelCase]:
+    """Gated delta nets with heads of one size, or keys and values of two: all extends, and a mixed batch."""
+    for dims, dtype in product(((128, 128), (64, 64), (128, 256), (80, 48)), SHORT_NAMES):
+        few = dims == (128, 128) and dtype == torch.bfloat16
+        for num_extends, batch in ((1, 1), (2, 64)):
+            call = partial(_gated_delta, dims, dtype, num_extends, batch)
+            name = f"{num_extends} of {batch}, d {dims[0]} and {dims[1]}, {SHORT_NAMES[dtype]}"
+            yield KernelCase(gated_delta, name, call, few, wgmma=dtype != torch.float32)
+    for (size, width), dtype, has_bias in product(((8192, 4), (1000, 3)), SHORT_NAMES, (False, True)):
+        few = size == 8192 and dtype == torch.bfloat16
+        name = f"{size} x {width}, {SHORT_NAMES[dtype]}, {'with' if has_bias else 'no'} bias"
+        yield KernelCase(causal_conv, name, partial(_causal_conv, size, width, dtype, has_bias), few)
+    for size, dtype in product((128, 64, 80), SHORT_NAMES):
+        heads = torch.empty(4096, 32, size, dtype=dtype)
+        gate = torch.empty(4096, 32 * size + 64, dtype=dtype)[:, : 32 * size].unflatten(1, (32, size))
+        call = partial(gated_rms_norm, heads, gate, heads[0, 0], 1e-6, impl="triton")
+        few = size == 128 and dtype == torch.bfloat16
+        yield KernelCase(gated_rms_norm, f"4096 x 32 x {size}, {SHORT_NAMES[dtype]}", call, few)
+
+
+def _state_rows(num_extends: int, batch: int) -> StateRows:
+    ints = torch.empty(batch, dtype=torch.int32)
+    return StateRows(ints, ints, ints, ints, num_extends)
+
+
+def _gated_delta(dims: tuple[int, int], dtype: torch.dtype, num_extends: int, batch: int) -> None:
+    """16 key heads and 32 value heads, of one projection."""
+    (k_dim, v_dim), num_tokens = dims, 4096
+    sizes = [16 * k_dim, 16 * k_dim, 32 * v_dim]
+    q, k, v = torch.empty(num_tokens, sum(sizes), dtype=dtype).split(sizes, 1)
+    q, k, v = q.unflatten(1, (16, k_dim)), k.unflatten(1, (16, k_dim)), v.unflatten(1, (32, v_dim))
+    b, a = torch.empty(num_tokens, 64, dtype=dtype).split(32, 1)
+    states, vector = torch.empty(3, 32, k_dim, v_dim), torch.empty(32, dtype=dtype)
+    rows = _state_rows(num_extends, batch)
+    gated_delta(q, k, v, a, b, vector.float(), vector, states, rows, impl="triton")
+
+
+def _causal_conv(size: int, width: int, dtype: torch.dtype, has_bias: bool) -> None:
+    """Of columns of a projection."""
+    x, weight = torch.empty(4096, size + 4096, dtype=dtype)[:, :size], torch.empty(size, width, dtype=dtype)
+    states = torch.empty(3, size, width - 1, dtype=dtype)
+    bias = torch.empty(size, dtype=dtype) if has_bias else None
+    causal_conv(x, weight, bias, states, _state_rows(2, 64), impl="triton")

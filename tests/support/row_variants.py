@@ -31,6 +31,10 @@ from triton_ops.implementation import GPU
 from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, qk_norm_rope_store
 from triton_ops.kv.view import KVView
 from triton_ops.norms.rms_norm import add_rms_norm, rms_norm, rms_norm_add
+from triton_ops.recurrent.causal_conv import causal_conv
+from triton_ops.recurrent.gated_delta import gated_delta
+from triton_ops.recurrent.gated_rms_norm import gated_rms_norm
+from triton_ops.recurrent.rows import StateRows
 
 COUNTS = (1, 2, 3, 15, 16, 17, 64, 511, 512)
 FILTERS = ("top_ks", "top_ps", "min_ps")
@@ -65,6 +69,28 @@ def calls(count: int) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "topk_softmax", partial(experts.topk_softmax, True)
     yield "topk_sigmoid", partial(experts.topk_sigmoid, True)
     yield "experts", experts.moe
+    heads = bf16(count, 32, 128)
+    yield "gated_rms_norm", partial(gated_rms_norm, heads, heads, bf16(128), 1e-6, impl="triton")
+    for name, num_extends in (("steps", 0), ("extends", count)):
+        yield f"causal_conv, {name}", partial(convolve, count, num_extends)
+        yield f"gated_delta, {name}", partial(learn, count, num_extends)
+
+
+def state_rows(count: int, num_extends: int) -> StateRows:
+    ints = torch.empty(512, dtype=torch.int32)[:count]
+    return StateRows(ints, ints, ints, ints, num_extends)
+
+
+def convolve(count: int, num_extends: int) -> None:
+    rows = state_rows(count, num_extends)
+    causal_conv(bf16(count, 8192), bf16(8192, 4), None, bf16(3, 8192, 3), rows, impl="triton")
+
+
+def learn(count: int, num_extends: int) -> None:
+    q, k, v = bf16(count, 64, 128).split([16, 16, 32], 1)
+    b, a = bf16(count, 64).split(32, 1)
+    rows, states = state_rows(count, num_extends), torch.empty(3, 32, 128, 128)
+    gated_delta(q, k, v, a, b, bf16(32), bf16(32), states, rows, impl="triton")
 
 
 def bf16(*shape: int) -> Tensor:

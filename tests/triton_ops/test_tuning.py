@@ -12,6 +12,8 @@ from triton_ops.implementation import GPU, Vendor, compiling_for, has_gluon, ove
 from triton_ops.tuning import (
     copy_config,
     decode_config,
+    delta_chunks_config,
+    delta_step_config,
     e4m3_linear_config,
     expert_config,
     expert_rows,
@@ -33,6 +35,8 @@ CONFIGS: dict[str, Callable[[GPU], object]] = {
     "gated": lambda gpu: gated_linear_config(gpu, 2048, 4096, 4096, torch.bfloat16, gluon=True),
     "e4m3": lambda gpu: e4m3_linear_config(gpu, 16, 1024),
     "experts": lambda gpu: expert_config(gpu, 16, 64, 1536, 2048, torch.bfloat16),
+    "delta, chunks": lambda gpu: delta_chunks_config(gpu, 128, 128, torch.bfloat16),
+    "delta, steps": lambda gpu: delta_step_config(gpu, 128),
     "copy": lambda gpu: copy_config(gpu, from_host=False, to_host=False),
 }
 

@@ -12,7 +12,7 @@ from radixrt.cache.prefix_cache import Lease
 from radixrt.cache.radix_tree import DEVICE, HOST, NO_MATCH, Namespace, Node
 from radixrt.output import FinishReason
 from radixrt.schedule.answer import Answer
-from tests.support.world.model import continuation, histories, logprob_of
+from tests.support.world.model import continuation, histories, logprob_of, read_on, start_of
 
 if TYPE_CHECKING:
     from tests.support.forms import RuleForm
@@ -61,6 +61,7 @@ class Invariants:
         self._check_slots(nodes)
         self._check_leases()
         self._check_loans()
+        self._check_states(nodes)
         self._check_answers()
 
     def nodes(self) -> list[tuple[Node, list[Node]]]:
@@ -188,6 +189,44 @@ class Invariants:
                 same = np.array_equal(rows[lease.row, stretch], rows[lender.row, stretch])
                 require("18: a borrowed position has the lender's slot", same, (lease.row, lender.row))
                 require("18: what is lent has slots", lender.own_start < lease.lent_end <= lender.allocated_len)
+
+    def _check_states(self, nodes: list[tuple[Node, list[Node]]]) -> None:
+        """Each state is in one place, and a kept one is that of its node's path."""
+        states, kept = self.world.cache.states, [node for node, _ in nodes if node.state]
+        require("20: only such models have states", states is not None or not kept)
+        if states is None:
+            return
+        live = [lease for lease in self.world.cache.leases if not lease.released]
+        rows = {lease.row for lease in live}
+        require("20: what was left and not published is a live lease's", states.fresh.keys() <= rows)
+        groups = {
+            "reserved": [0],
+            "free": states.allocator.free_slots().tolist(),
+            "own": [int(states.own[lease.row]) for lease in live],
+            "fresh": [state for by_position in states.fresh.values() for state in by_position.values()],
+            "kept": [node.state for node in kept],
+            "pending": [state for _, state in states.pending],
+        }
+        everything = [state for group in groups.values() for state in group]
+        twice = [state for state, n in Counter(everything).items() if n > 1]
+        require("20: a state is in one place", not twice, (twice, groups))
+        require("20: a state is in one place", len(everything) == states.allocator.capacity + 1, groups)
+        require("20: a kept state knows its node", states.kept == {node.state: node for node in kept})
+        for lease in live:
+            at = int(states.at[lease.row])
+            may = {states.own[lease.row], lease.node.state, *states.fresh.get(lease.row, {}).values()}
+            may |= {node.state for node in self.world.cache.tree.path(lease.node)}
+            require("20: a lease goes on from a state of its own path", at in may, (at, may))
+        for node, path in nodes:
+            if node.state:
+                require("20: what has a state is on the device", node.slots[DEVICE] is not None)
+                tokens = np.concatenate([one.tokens for one in path])
+                weights = self.world.computed_with.get(node.namespace.weights_version, 0)
+                read = start_of(node.namespace, weights)
+                for kv in histories(node.namespace, tokens, weights):
+                    read = read_on(read, kv)
+                name = "20: a kept state is that of its node's path"
+                require(name, self.world.runner.states.get(node.state) == read, (node.state, len(tokens)))
 
     def _check_host_slots(self, nodes: list[tuple[Node, list[Node]]]) -> None:
         used = [int(s) for node, _ in nodes if node.slots[HOST] is not None for s in node.slots[HOST]]
@@ -361,6 +400,8 @@ class Invariants:
     def check_computed_once(self, namespace: Namespace, tokens: np.ndarray, limit: int, lease: Lease) -> None:
         if self.world.sizes.force_miss or not self.world.sizes.enabled or lease.matched >= limit:
             return
+        if self.world.cache.states is not None:
+            return  # what others have published is computed again from the last state on
         for other in self.world.scheduler.running:
             shared = lease.matched
             if (

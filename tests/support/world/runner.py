@@ -73,6 +73,7 @@ class SimulatedRunner:
         self.max_samples = max_samples
         self.req_to_token = np.zeros_like(rows.req_to_token)
         self.kv = np.full(num_slots, POISON, dtype=np.uint64)
+        self.states: dict[int, int] = {}  # what the device has in each, if there are some
         self.host_kv = np.full(num_host_slots, POISON, dtype=np.uint64)
         self.transfers: deque[KVTransfer] = deque()  # started, not yet made
         self.transfers_started = self.transfers_made = 0
@@ -306,6 +307,8 @@ class SimulatedRunner:
         accepted = np.zeros(batch.num_rows, dtype=np.int32)
         finite = np.ones(batch.num_rows, dtype=bool)
         self.kv[self.pad_slot] = POISON  # what a padded row writes
+        self._check_states(batch)
+        began_with = dict(self.states)
         first_tokens = np.cumsum(batch.seq_lens - batch.prefix_lens) - (batch.seq_lens - batch.prefix_lens)
         for i in self._order(flight):
             answer, at = flight.booking.answers[i], int(first_tokens[i])
@@ -317,6 +320,10 @@ class SimulatedRunner:
             name = "17: what is read for several is what each has on the device"
             self._require(name, np.array_equal(slots, self.req_to_token[row, :end]), answer.request.index)
             for position, slot in enumerate(slots.tolist()):
+                if position == start and batch.state_reads is not None and not self._tainted(flight, i):
+                    begun, zeros = int(batch.state_reads[i]), start_of(answer.request.namespace, self.weights)
+                    got = began_with.get(begun, POISON) if begun else zeros
+                    self._require("20: a row begins with the state of its prefix", got == read, (i, begun, start))
                 if position >= start:
                     token = int(batch.input_ids[at])
                     token = int(self.last_token[-token - 1]) if token < 0 else token
@@ -328,6 +335,8 @@ class SimulatedRunner:
                 read = read_on(read, history[-1])
                 if position >= start:
                     reads.append(read)
+            if batch.state_writes is not None:
+                self.states[int(batch.state_writes[i])] = NOT_FINITE if i in flight.poisoned else read
             known = answer.tokens()[:end]
             if i in flight.poisoned or NOT_FINITE in history:
                 finite[i] = False
@@ -366,6 +375,15 @@ class SimulatedRunner:
             logprobs_of(asked) if asked else None,
             logprobs_of(batch.scored_targets.tolist()),
         )
+
+    def _check_states(self, batch: Pass) -> None:
+        """No row leaves a state that another one of the pass begins with, or leaves."""
+        if batch.state_reads is None or batch.state_writes is None:
+            return
+        reads, writes = batch.state_reads.tolist(), batch.state_writes.tolist()
+        self._require("20: each row leaves a state of its own", len({*writes} - {0}) == len(writes), writes)
+        others = [read for i, read in enumerate(reads) if read in writes and writes.index(read) != i]
+        self._require("20: no row overwrites what another one begins with", not others, others)
 
     def _allowed(self, flight: SimulatedPass, i: int, k: int) -> Sequence[int]:
         """The tokens that the k-th draw of row `i` may have."""

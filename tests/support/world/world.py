@@ -13,6 +13,7 @@ from memory_pool.slot_allocator import SlotAllocator
 from radixrt.cache.prefix_cache import Lease, Loan, PrefixCache
 from radixrt.cache.radix_tree import DEVICE, HOST, Match, Namespace, Node
 from radixrt.cache.snapshot import TreeSnapshot, take_snapshot
+from radixrt.cache.states import States
 from radixrt.engine.driver import Driver
 from radixrt.engine.engine import Engine
 from radixrt.forms.matcher import Form
@@ -57,6 +58,7 @@ class Sizes:
     families: bool = False  # walks submit prompts that begin with one another, together
     drops: bool = False  # some requests say how little of them later ones need
     forms: bool = False  # some answers have a form; not beside drafts
+    spare_states: int | None = None  # of a model that keeps some: beside one for each row; not with a host tier
 
 
 class CheckedEngine:
@@ -105,6 +107,7 @@ class World:
             min_store_tokens=MIN_STORE_TOKENS,
             enabled=s.enabled,
             force_miss=s.force_miss,
+            states=None if s.spare_states is None else self._watched_states(s.num_rows + 1 + s.spare_states),
         )
         max_samples = max(s.max_samples, s.max_running)
         config = SchedulerConfig(
@@ -132,6 +135,19 @@ class World:
         self.drafts = Drafts(self) if s.drafts else None
         self._aborted: list[Answer] = []  # since the last step
         self._observe()
+
+    def _watched_states(self, count: int) -> States:
+        """Those of a model; whoever still reads a free one reads nonsense."""
+        states = States(SlotAllocator(count), self.rows.max_requests)
+        free = states.allocator.free
+
+        def watched_free(freed: np.ndarray) -> None:
+            free(freed)
+            for state in freed.tolist():
+                self.runner.states[state] = POISON
+
+        states.allocator.free = watched_free
+        return states
 
     def _observe(self) -> None:
         """Listen in on what the world cannot see from outside."""
@@ -169,6 +185,9 @@ class World:
                 (answer.request.index, match, found),
             )
             lease = acquire(namespace, tokens, match, reserve, loan)
+            if lease is not None and self.cache.states is not None:
+                require("20: a match ends where a state was kept", not lease.matched or bool(lease.node.state))
+                self.events["begins with a kept state"] += bool(lease.matched)
             if lease is not None:
                 require("13: what is scored is computed", lease.matched <= limit)
                 self.invariants.check_computed_once(namespace, tokens, limit, lease)

@@ -1,0 +1,108 @@
+"""GatedDeltaNet: a layer that keeps a state of fixed size of each sequence, in the place of attention."""
+
+# Tests: tests/models/test_parity.py, tests/models/test_hybrid.py
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from layers.input_metadata import InputMetadata
+from layers.linear import StackedLinear, SummedLinear
+from layers.norm import RMSNorm
+from layers.place import Place
+from layers.placement import Layer, Placement
+from layers.radix_attention import KVCache
+from layers.ranks import Addend
+from triton_ops.recurrent.causal_conv import causal_conv
+from triton_ops.recurrent.gated_delta import gated_delta
+from triton_ops.recurrent.gated_rms_norm import gated_rms_norm
+
+
+@dataclass(frozen=True)
+class DeltaSizes:
+    """The heads of a gated delta net, each of so many elements, and the inputs of its convolution."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+
+    @property
+    def keys(self) -> int:
+        """Elements of all keys of a token, and of all its queries."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Elements of all values of a token, and of their gates."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+
+class GatedDeltaNet(Layer):
+    """Projections, convolution, delta rule, gated norm and output of one layer: Yang, Kautz and Hatamizadeh, Gated
+    Delta Networks (2024), arXiv 2412.06464, as in Qwen3-Next.
+
+    `layer_id` counts the layers that keep states.
+    """
+
+    def __init__(
+        self, layer_id: int, hidden_size: int, sizes: DeltaSizes, eps: float, *, placement: Placement
+    ) -> None:
+        super().__init__()
+        self.layer_id, self.sizes, self.impl = layer_id, sizes, placement.impl
+        # Two products: a checkpoint may quantise one, and leave the other as it is.
+        parts = {"in_proj_qkv": sizes.channels, "in_proj_z": sizes.values}
+        self.qkvz = StackedLinear(hidden_size, parts, packed_as=None, bias=False, placement=placement)
+        of_heads = dict.fromkeys(("in_proj_b", "in_proj_a"), sizes.num_value_heads)
+        self.ba = StackedLinear(hidden_size, of_heads, packed_as=None, bias=False, placement=placement)
+        self.conv = placement.parameter(sizes.channels, sizes.conv_width)
+        # In float32, as some checkpoints store them: decays over long contexts depend on every bit.
+        self.a_log = placement.parameter(sizes.num_value_heads, dtype=torch.float32)
+        self.dt_bias = placement.parameter(sizes.num_value_heads, dtype=torch.float32)
+        self.norm = RMSNorm(sizes.value_dim, eps, placement=placement)
+        self.output = SummedLinear(sizes.values, hidden_size, bias=False, placement=placement)
+
+    @property
+    def input_groups(self) -> None:
+        """As `Linear.input_groups`: its projections need not take the same numbers."""
+        return None
+
+    def forward(
+        self, hidden: Tensor, metadata: InputMetadata, kv_pool: KVCache, *, split_k_ok: bool = False
+    ) -> Addend:
+        """`hidden [T, hidden_size]` to the same shape, or to parts if they are allowed: see `Linear.forward`. The
+        states that the pass's rows leave are written to the pool.
+        """
+        sizes, rows, pool = self.sizes, metadata.states, kv_pool.states
+        assert rows is not None
+        assert pool is not None
+        states = pool.view(self.layer_id)
+        qkv, z = torch.split(self.qkvz(hidden), [sizes.channels, sizes.values], dim=1)
+        b, a = self.ba(hidden).chunk(2, dim=1)
+        mixed = causal_conv(qkv, self.conv, None, states.conv, rows, impl=self.impl)
+        q, k, v = torch.split(mixed, [sizes.keys, sizes.keys, sizes.values], dim=1)
+        q, k = (x.view(len(x), sizes.num_key_heads, sizes.key_dim) for x in (q, k))
+        v, z = (x.view(len(x), sizes.num_value_heads, sizes.value_dim) for x in (v, z))
+        read = gated_delta(q, k, v, a, b, self.a_log, self.dt_bias, states.recurrent, rows, impl=self.impl)
+        normed = gated_rms_norm(read, z, self.norm.weight, self.norm.eps, impl=self.impl)
+        out: Addend = self.output(normed.flatten(1), split_k_ok=split_k_ok)
+        return out
+
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
+        yield from self.qkvz.checkpoint_tensors(name)
+        yield from self.ba.checkpoint_tensors(name)
+        yield f"{name}.conv1d.weight", self.conv.unsqueeze(1)
+        yield f"{name}.A_log", self.a_log
+        yield f"{name}.dt_bias", self.dt_bias
+        yield from self.norm.checkpoint_tensors(f"{name}.norm")
+        yield from self.output.checkpoint_tensors(f"{name}.out_proj")

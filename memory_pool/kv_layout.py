@@ -1,0 +1,59 @@
+"""What the layers of a model keep: KV of each token, and states of sequences."""
+
+# Tests: tests/memory_pool/test_token_to_kv_pool.py, tests/memory_pool/test_state_pool.py
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """The layers that keep a state of each sequence: last inputs of a convolution, and a float32 matrix a head.
+
+    Attributes:
+        conv_channels, conv_width: of the convolution, which reads `conv_width - 1` inputs before its own.
+        num_heads, key_dim, value_dim: of the matrices.
+        conv_dtype: of the inputs.
+    """
+
+    num_layers: int
+    conv_channels: int
+    conv_width: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    conv_dtype: torch.dtype
+
+    @property
+    def bytes_per_state(self) -> int:
+        """Of one sequence's state in all layers."""
+        conv = self.conv_channels * (self.conv_width - 1) * self.conv_dtype.itemsize
+        recurrent = self.num_heads * self.key_dim * self.value_dim * torch.float32.itemsize
+        return self.num_layers * (conv + recurrent)
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """The layers of a model that keep KV, or those of a rank's part of it: all have one shape and one dtype.
+
+    `states` are kept by its other layers; None: there are none of these.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    states: StateLayout | None = None
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of one token's K and V in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def bytes_per_state(self) -> int:
+        """Of one sequence's state in all layers; 0 where none keeps one."""
+        return 0 if self.states is None else self.states.bytes_per_state

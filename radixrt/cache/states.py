@@ -1,0 +1,205 @@
+"""Who has which state, of a model of which some layers keep one for a sequence instead of the KV of its tokens.
+
+A state is what such layers know of a whole prefix. Unlike KV it cannot be cut: a prefix is of use only up to where
+one was kept. Every state is in exactly one of these places:
+
+    reserved  state 0: rows that begin with it begin with zeros
+    free      in the allocator's free list
+    own       a live lease's, which its passes overwrite
+    fresh     left by a pass at a position where prompts part, and not published yet
+    kept      at the tree node that ends where it was left; leases begin with it, and none overwrites it
+    pending   given up, but a pass in flight may still read or write it
+
+A pass names for each row the state that it begins with and the one that it leaves, so that nothing is ever copied:
+the first pass of a lease reads a kept state and leaves the lease's own; one that ends where prompts part leaves a
+fresh one, which the next pass reads.
+"""
+
+# Tests: tests/properties/test_state_machine.py, tests/properties/test_mutants.py
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from memory_pool.slot_allocator import SlotAllocator
+from radixrt.arrays import Int32Array
+
+if TYPE_CHECKING:
+    from radixrt.cache.radix_tree import Node
+
+NO_STATE = 0
+FOR_FRESH = 2  # states that leases begin without, as long as others run: what is not kept is computed again
+
+
+class States:
+    """Lends states to leases, and keeps some at nodes; `PrefixCache` says when.
+
+    Kept states make room for others: first ends of answers that nobody has gone on from, then those whose node was
+    used longest ago, but never one that a lease is about to begin with.
+
+    Attributes:
+        own: by the row of a lease, int32 `[max_requests]`: the state that its passes may overwrite.
+        at: by row, that which its next pass begins with.
+        kept: by state, the node that has it.
+    """
+
+    def __init__(self, allocator: SlotAllocator, max_requests: int) -> None:
+        self.allocator = allocator
+        self.own, self.at = np.zeros((2, max_requests), np.int32)
+        self.kept: dict[int, Node] = {}
+        # Of kept ones with which no lease has begun yet: of ends of answers, and of places where prompts part.
+        self.ends, self.unused = set[int](), set[int]()
+        self.pending: deque[tuple[int, int]] = deque()  # after which pass, and which state
+        self.fresh: dict[int, dict[int, int]] = {}  # by row, those that were left and not published, by position
+        self._num_begun = 0  # leases that have one of their own
+        self._readers: Counter[int] = Counter()  # of kept and fresh states: rows whose next pass begins with it
+        self._coming: list[int] = []  # what the coming pass reads of them
+
+    def begin(self, row: int, node: Node, passes: tuple[int, int]) -> bool:
+        """Let a new lease begin with a node's state, and have one of its own, for which another may have to go.
+        False if there is none, at least until passes in flight have ended.
+        """
+        self._readers[node.state] += 1  # which must not go
+        reserved = FOR_FRESH if self._num_begun else 0
+        self.make_room(1 + reserved, passes)
+        own = self._taken() if self.allocator.num_free > reserved else None
+        if own is None:
+            self._readers[node.state] -= 1
+            return False
+        self.own[row], self.at[row] = own, node.state
+        self._num_begun += 1
+        self.ends.discard(node.state)
+        self.unused.discard(node.state)
+        return True
+
+    def step(self, row: int, keep_at: int | None, passes: tuple[int, int]) -> tuple[int, int]:
+        """The states that a row of the coming pass begins with and leaves. With `keep_at`, the position where it
+        ends, it leaves a fresh one, if there is any to be had.
+        """
+        before = int(self.at[row])
+        if keep_at is not None:
+            self.make_room(1, passes)
+        after = fresh = self._taken() if keep_at is not None else None
+        if after is None:
+            after = int(self.own[row])
+        self._has_read(row, before)
+        self.at[row] = after
+        if fresh is not None and keep_at is not None:
+            self.fresh.setdefault(row, {})[keep_at] = fresh
+            self._readers[fresh] += 1
+        return before, after
+
+    def step_each(self, rows: Int32Array) -> tuple[Int32Array, Int32Array]:
+        """`step` of several rows `[n]`, none of which leaves a fresh state."""
+        before, after = self.at[rows], self.own[rows]
+        for place in np.flatnonzero(before != after):  # seldom: a row's first pass, or that after a fresh state
+            self._has_read(int(rows[place]), int(before[place]))
+        self.at[rows] = after
+        return before, after
+
+    def publish(self, row: int, position: int, node: Node, passes: tuple[int, int]) -> None:
+        """Keep, at the node that ends at `position`, the fresh state that was left there, if one was; given up is
+        what was left before, and what the node has already. `passes`: how many were launched, and have ended.
+        """
+        fresh = self.fresh.get(row)
+        if fresh is None:
+            return
+        for at in [at for at in fresh if at <= position]:
+            state = fresh.pop(at)
+            if at == position and not node.state:
+                self._keep(state, node)
+                self.unused.add(state)
+            elif self.at[row] == state:  # its next pass needs it: it becomes the lease's own
+                self._give_up(int(self.own[row]), passes)
+                self._readers[state] -= 1
+                self.own[row] = state
+            else:
+                self._give_up(state, passes)
+        if not fresh:
+            del self.fresh[row]
+
+    def release(self, row: int, node: Node | None, passes: tuple[int, int]) -> None:
+        """Give up what a lease has; keep its own state at `node`, where all that it computed ends, if there is one
+        without a state.
+        """
+        own, at = int(self.own[row]), int(self.at[row])
+        if at != own:
+            self._readers[at] -= 1
+        if node is not None and not node.state and node.parent is not None and at == own:
+            self._keep(own, node)
+            self.ends.add(own)
+        else:
+            self._give_up(own, passes)
+        for state in self.fresh.pop(row, {}).values():
+            self._give_up(state, passes)
+        self.own[row] = self.at[row] = NO_STATE
+        self._num_begun -= 1
+
+    def drop(self, given_up: Iterable[int], passes: tuple[int, int]) -> None:
+        """Give up states whose nodes have left the device."""
+        for state in given_up:
+            self._forget(state, passes)
+
+    def pass_launched(self) -> None:
+        """What the coming pass reads need not be kept for it any more: it comes before all that overwrites it."""
+        for state in self._coming:
+            self._readers[state] -= 1
+        self._coming.clear()
+
+    def pass_ended(self, ended: int) -> None:
+        """Free what waited for the passes up to number `ended`."""
+        while self.pending and self.pending[0][0] <= ended:
+            self._free(self.pending.popleft()[1])
+
+    def make_room(self, count: int, passes: tuple[int, int], *, ends_only: bool = False) -> None:
+        """Let `count` states be free, now or once passes in flight have ended, by giving up those that are needed
+        least, of ends of answers alone or of any kept ones, as far as there are some.
+        """
+        missing = count - self.allocator.num_free - len(self.pending)
+        if missing <= 0:
+            return
+        candidates = sorted(
+            (state not in self.ends, state in self.unused, self.kept[state].last_access, state)
+            for state in (self.ends if ends_only else self.kept)
+            if not self._readers[state]
+        )
+        for *_, state in candidates[:missing]:
+            self.kept[state].state = NO_STATE
+            self._forget(state, passes)
+
+    def _forget(self, state: int, passes: tuple[int, int]) -> None:
+        del self.kept[state]
+        self.ends.discard(state)
+        self.unused.discard(state)
+        self._give_up(state, passes)
+
+    def _taken(self) -> int | None:
+        taken = self.allocator.alloc(1)
+        return None if taken is None else int(taken[0])
+
+    def _keep(self, state: int, node: Node) -> None:
+        node.state = state
+        self.kept[state] = node
+
+    def _has_read(self, row: int, state: int) -> None:
+        if state != self.own[row]:
+            self._coming.append(state)
+
+    def _give_up(self, state: int, passes: tuple[int, int]) -> None:
+        launched, ended = passes
+        if launched > ended:
+            self.pending.append((launched, state))
+        else:
+            self._free(state)
+
+    def _free(self, state: int) -> None:
+        self.allocator.free(np.array([state], np.int32))
+
+
+def states_of(num_states: int, max_requests: int) -> States | None:
+    """So many states, beside the reserved one, for that many rows; None for 0."""
+    return States(SlotAllocator(num_states + 1), max_requests) if num_states else None

@@ -1,0 +1,338 @@
+"""The gated delta rule: a recurrent state instead of keys and values, decayed and corrected by each token.
+
+Yang, Kautz and Hatamizadeh, Gated Delta Networks (2024), arXiv 2412.06464; its form in chunks is that of Yang et
+al., Parallelizing Linear Transformers with the Delta Rule over Sequence Length (2024), arXiv 2406.06484.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from triton_ops.implementation import Impl, cdiv, gpu_of, next_power_of_2, overlapped, runs_triton
+from triton_ops.recurrent.gated_delta_kernels import (
+    LINEAR_FROM,
+    NORM_EPS,
+    delta_across_kernel,
+    delta_step_kernel,
+    delta_within_kernel,
+)
+from triton_ops.recurrent.rows import StateRows, begun_states, leave_states
+from triton_ops.tuning import DELTA_DTYPES, MAX_DELTA_DIM, delta_chunks_config, delta_step_config
+
+CHUNK = 64  # tokens, in torch
+
+
+def gated_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    rows: StateRows,
+    *,
+    impl: Impl = "auto",
+) -> Tensor:
+    """The outputs of `gated_delta_reference`, whose states are read from and left in a pool.
+
+    Args:
+        q, k: `[T, num_k_heads, k_dim]`, any float dtype, as the convolution leaves them: they are normalised here.
+        v: `[T, num_v_heads, v_dim]` in the same dtype. `num_v_heads` is a multiple of `num_k_heads`: value head h
+            has key head `h // (num_v_heads // num_k_heads)`. Elements of a head lie side by side, in q and k too.
+        a, b: `[T, num_v_heads]` in q's dtype, any strides: of decay and of the share that is learnt.
+        a_log, dt_bias: `[num_v_heads]`, contiguous, any float dtype.
+        states: `[num_states, num_v_heads, k_dim, v_dim]`, float32 (or another float dtype: rounded when left), a
+            state contiguous. Those that `rows` leave are written.
+
+    Returns `[T, num_v_heads, v_dim]` in q's dtype, contiguous. What it holds at tokens of no row is undefined.
+
+    Raises ValueError where shapes or dtypes disagree, and where the kernels have no room for k_dim.
+
+    In torch everything is computed in float32, or in float64 from such q: rows of several tokens in chunks of 64,
+    all rows of one token together. So do the kernels, but in a chunk they multiply in q's dtype and add in
+    float32: the state is float32 from chunk to chunk, and rounded where a product reads it. A row's bits do not
+    depend on other rows; they do on where its sequence was cut into extends.
+    """
+    _check(q, k, v, a, b, a_log, dt_bias, states)
+    if runs_triton(impl, q.device):
+        return _launch(q, k, v, a, b, a_log, dt_bias, states, rows)
+    out = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
+    tokens, read_from, write_to = rows.single()
+    if len(tokens):
+        at = _Tokens.of(q[tokens], k[tokens], v[tokens], a[tokens], b[tokens], a_log, dt_bias)
+        begun = begun_states(states, read_from).to(at.v.dtype)
+        read, left = _step(begun, at.q, at.k, at.v, at.log_decay, at.beta)
+        out[tokens] = read.to(out.dtype)
+        leave_states(states, write_to, left)
+    for start, length, begins, ends in rows.long():
+        of = slice(start, start + length)
+        at = _Tokens.of(q[of], k[of], v[of], a[of], b[of], a_log, dt_bias)
+        begun = begun_states(states, torch.tensor([begins], device=q.device)).to(at.v.dtype)
+        out[of], left = _in_chunks(begun[0], at)
+        leave_states(states, torch.tensor([ends], device=q.device), left[None])
+    return out
+
+
+def gated_delta_reference(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What the gated delta rule means, in float64, for the L tokens of one sequence, each head by itself.
+
+    From a state S `[k_dim, v_dim]`, token by token, with q and k divided by their lengths, and q by
+    `sqrt(k_dim)`::
+
+        decay = exp(-exp(a_log) * softplus(a + dt_bias))
+        beta = sigmoid(b), rounded to b's dtype as in transformers
+        S = decay * S
+        S = S + k (beta * (v - S^T k))^T
+        out = S^T q
+
+    The arguments are those of `gated_delta`, of L tokens and one `state [num_v_heads, k_dim, v_dim]`. Returns the
+    outputs `[L, num_v_heads, v_dim]` and the state that is left, in float64.
+    """
+    at = _Tokens.of(q, k, v, a, b, a_log, dt_bias, dtype=torch.float64)
+    out, state = torch.zeros_like(at.v), state.double()
+    for t in range(len(q)):
+        out[t], state = _step(state, at.q[t], at.k[t], at.v[t], at.log_decay[t], at.beta[t])
+    return out, state
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """What the rule takes of some tokens, for each value head: in float32, or in float64 from such q.
+
+    Attributes:
+        q, k: `[n, num_v_heads, k_dim]`, normalised.
+        v: `[n, num_v_heads, v_dim]`.
+        log_decay, beta: `[n, num_v_heads]`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor
+    beta: Tensor
+
+    @staticmethod
+    def of(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        a: Tensor,
+        b: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        dtype: torch.dtype = torch.float32,
+    ) -> _Tokens:
+        dtype = torch.promote_types(q.dtype, dtype)
+        group = v.shape[1] // k.shape[1]
+        # Of steps that torch computes alike at all places; softplus and sigmoid are not.
+        wide = a.to(dtype) + dt_bias.to(dtype)
+        softplus = torch.where(wide > LINEAR_FROM, wide, wide.exp().log1p())
+        beta = (1.0 / (-b.to(dtype)).exp().add_(1.0)).to(b.dtype)
+        return _Tokens(
+            _normalised(q.to(dtype)).mul_(q.shape[-1] ** -0.5).repeat_interleave(group, 1),
+            _normalised(k.to(dtype)).repeat_interleave(group, 1),
+            v.to(dtype),
+            softplus * -a_log.to(dtype).exp(),
+            beta.to(dtype),
+        )
+
+
+def _normalised(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
+
+
+def _step(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The output `[..., v_dim]` of a token, and the state `[..., k_dim, v_dim]` that it leaves."""
+    state = state * log_decay.exp()[..., None, None]
+    predicted = (state * k[..., None]).sum(-2)
+    state = state + k[..., None] * (beta[..., None] * (v - predicted))[..., None, :]
+    return (state * q[..., None]).sum(-2), state
+
+
+def _in_chunks(state: Tensor, at: _Tokens) -> tuple[Tensor, Tensor]:
+    """The outputs `[L, num_v_heads, v_dim]` of a sequence's tokens, and the state that the last of them leaves.
+
+    With G the sums of log decays from a chunk's begin, S the state there and u_t what token t adds to it,
+    `u_t = beta_t (v_t - exp(G_t) S^T k_t - sum_{i<t} exp(G_t - G_i) (k_t . k_i) u_i)`: a triangular system, solved
+    for all chunks at once, up to S. Then chunk after chunk
+    `out_t = exp(G_t) S^T q_t + sum_{i<=t} exp(G_t - G_i) (q_t . k_i) u_i`.
+    """
+    length = len(at.q)
+    size = min(CHUNK, length)
+    num_chunks = cdiv(length, size)
+
+    def cut(x: Tensor) -> Tensor:
+        """`[L, heads, ...]` as `[heads, chunks, size, ...]`; tokens beyond the end add and decay nothing."""
+        padded = x.new_zeros(num_chunks * size, *x.shape[1:])
+        padded[:length] = x
+        return padded.view(num_chunks, size, *x.shape[1:]).movedim(2, 0)
+
+    q, k, v, beta, sums = cut(at.q), cut(at.k), cut(at.v), cut(at.beta), cut(at.log_decay).cumsum(2)
+    later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu_(1)
+    between = (sums[..., :, None] - sums[..., None, :]).masked_fill_(later, -torch.inf).exp_()
+    system = beta[..., None] * between * (k @ k.mT)  # its diagonal, which is not 1, is not read
+    decayed = sums.exp()[..., None]
+    known = beta[..., None] * torch.cat([v, decayed * k], -1)
+    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+    own, per_state = solved.split([v.shape[-1], k.shape[-1]], -1)
+    inside = between * (q @ k.mT)
+    q = decayed * q
+    k = (sums[..., -1:] - sums).exp()[..., None] * k
+    whole = sums[..., -1].exp()[..., None, None]
+    out = torch.empty_like(v)
+    for c in range(num_chunks):
+        added = own[:, c] - per_state[:, c] @ state
+        out[:, c] = q[:, c] @ state + inside[:, c] @ added
+        state = whole[:, c] * state + k[:, c].mT @ added
+    return out.movedim(0, 2).flatten(0, 1)[:length], state
+
+
+# --- the kernels ---
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    rows: StateRows,
+) -> Tensor:
+    (num_tokens, num_heads, v_dim), k_dim, num_extends = v.shape, q.shape[2], rows.num_extends
+    if q.dtype not in DELTA_DTYPES:
+        raise ValueError(f"q must be in one of {[*DELTA_DTYPES]}, but is in {q.dtype}")
+    if k_dim > MAX_DELTA_DIM:
+        raise ValueError(f"k_dim is {k_dim}, but the kernels have room for {MAX_DELTA_DIM}")
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    num_steps = len(rows.lens) - num_extends
+    if num_tokens == 0:
+        return out
+    gpu, block_k = gpu_of(q.device), max(16, next_power_of_2(k_dim))
+    heads = {"NUM_V_HEADS": num_heads, "GROUP": num_heads // k.shape[1], "K_DIM": k_dim, "BLOCK_K": block_k}
+    queries_and_keys = {
+        "q": q,
+        "k": k,
+        "q_stride": q.stride(0),
+        "q_head_stride": q.stride(1),
+        "k_stride": k.stride(0),
+        "k_head_stride": k.stride(1),
+    }
+    gates = {
+        "a": a,
+        "b": b,
+        "a_log": a_log,
+        "dt_bias": dt_bias,
+        "a_stride": a.stride(0),
+        "a_head_stride": a.stride(1),
+        "b_stride": b.stride(0),
+        "b_head_stride": b.stride(1),
+    }
+    columns = {
+        "v": v,
+        "states": states,
+        "out": out,
+        "v_stride": v.stride(0),
+        "v_head_stride": v.stride(1),
+        "state_stride": states.stride(0),
+        "V_DIM": v_dim,
+    }
+    if num_extends:
+        config = delta_chunks_config(gpu, k_dim, v_dim, q.dtype)
+        # As many chunks as the extends may have, however their tokens are shared out.
+        num_chunks = num_tokens // config.chunk + num_extends
+        tiles = torch.empty(2, num_chunks, num_heads, config.chunk**2, dtype=q.dtype, device=q.device)
+        parts = {
+            "solved": tiles[0],
+            "inside": tiles[1],
+            "factors": torch.empty(num_chunks, num_heads, 4, config.chunk, device=q.device),
+        }
+        delta_within_kernel[(num_chunks * num_heads,)](
+            start_loc=rows.start_loc,
+            lens=rows.lens,
+            num_rows=num_extends,
+            **queries_and_keys,
+            **gates,
+            **parts,
+            **heads,
+            CHUNK=config.chunk,
+            PRECISION=config.precision,
+            SOLVE_PRECISION=config.solve_precision,
+            num_warps=config.within_warps,
+            maxnreg=config.within_registers,
+        )
+        delta_across_kernel[(num_extends * num_heads * cdiv(v_dim, config.block_v),)](
+            start_loc=rows.start_loc,
+            lens=rows.lens,
+            read_from=rows.read_from,
+            write_to=rows.write_to,
+            **queries_and_keys,
+            **columns,
+            **parts,
+            **heads,
+            BLOCK_V=config.block_v,
+            CHUNK=config.chunk,
+            NUM_STAGES=config.num_stages,
+            PRECISION=config.precision,
+            num_warps=config.across_warps,
+        )
+    if num_steps:
+        block_v, num_warps = delta_step_config(gpu, v_dim)
+        delta_step_kernel[(num_steps * num_heads * cdiv(v_dim, block_v),)](
+            start_loc=rows.start_loc[num_extends:],
+            lens=rows.lens[num_extends:],
+            read_from=rows.read_from[num_extends:],
+            write_to=rows.write_to[num_extends:],
+            **queries_and_keys,
+            **gates,
+            **columns,
+            **heads,
+            BLOCK_V=block_v,
+            num_warps=num_warps,
+            **overlapped(q.device, num_steps),
+        )
+    return out
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, states: Tensor
+) -> None:
+    for name, heads in (("q", q), ("k", k), ("v", v)):
+        if heads.dim() != 3 or (heads.numel() and heads.stride(2) != 1):
+            raise ValueError(
+                f"{name} must be [T, heads, size], elements of a head side by side, but is {[*heads.shape]} with "
+                f"strides {[*heads.stride()]}"
+            )
+    num_tokens, num_v_heads, v_dim = v.shape
+    num_k_heads, k_dim = k.shape[1:]
+    if num_k_heads == 0 or num_v_heads == 0 or num_v_heads % num_k_heads:
+        raise ValueError(f"{num_v_heads} value heads are no multiple of {num_k_heads} key heads")
+    wanted = {
+        "q": (q, [num_tokens, num_k_heads, k_dim]),
+        "k": (k, [num_tokens, num_k_heads, k_dim]),
+        "v": (v, [num_tokens, num_v_heads, v_dim]),
+        "a": (a, [num_tokens, num_v_heads]),
+        "b": (b, [num_tokens, num_v_heads]),
+    }
+    for name, (tensor, shape) in wanted.items():
+        if [*tensor.shape] != shape or tensor.dtype != q.dtype:
+            raise ValueError(f"{name} must be {shape} in {q.dtype}, but is {[*tensor.shape]} in {tensor.dtype}")
+    for name, vector in (("a_log", a_log), ("dt_bias", dt_bias)):
+        if [*vector.shape] != [num_v_heads] or not vector.is_contiguous():
+            raise ValueError(f"{name} must be contiguous [{num_v_heads}], but is {[*vector.shape]}")
+    if [*states.shape[1:]] != [num_v_heads, k_dim, v_dim] or len(states) == 0 or not states[0].is_contiguous():
+        raise ValueError(
+            f"states must be [num_states, {num_v_heads}, {k_dim}, {v_dim}], each contiguous, but are "
+            f"{[*states.shape]} with strides {[*states.stride()]}"
+        )
