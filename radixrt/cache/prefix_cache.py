@@ -177,6 +177,11 @@ class PrefixCache(CountsHits):
         return self.passes_launched, self.passes_ended
 
     @property
+    def keeps_states(self) -> bool:
+        """Whether states are kept for others."""
+        return self.states is not None and self.enabled and not self.force_miss
+
+    @property
     def may_match(self) -> bool:
         """Whether there is a prefix that can be matched."""
         return bool(self.tree.roots) and self.enabled and not self.force_miss
@@ -248,9 +253,10 @@ class PrefixCache(CountsHits):
         on_device = match.on_device
         stops: list[int] = []
         if self.states is not None:
-            stops = [on_device.length]
+            whole = on_device.length
             match = on_device = on_device.at_state
-            stops = [stop for stop in stops if stop > match.length]
+            if whole - match.length >= self.states.least_gain:
+                stops.append(whole)
         node, matched, loaded = self.tree.node_at(namespace, on_device), on_device.length, 0
         self.tree.lock(node)  # shrinks what is available, so the budget is checked after it
         slots: Slots | None = None

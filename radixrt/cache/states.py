@@ -15,8 +15,6 @@ the first pass of a lease reads a kept state and leaves the lease's own; one tha
 fresh one, which the next pass reads.
 """
 
-# Tests: tests/properties/test_state_machine.py, tests/properties/test_mutants.py
-
 from __future__ import annotations
 
 from collections import Counter, deque
@@ -33,13 +31,15 @@ if TYPE_CHECKING:
 
 NO_STATE = 0
 FOR_FRESH = 2  # states that leases begin without, as long as others run: what is not kept is computed again
+LEAST_GAIN = 32  # tokens that a state saves, where nobody waits for it
 
 
 class States:
     """Lends states to leases, and keeps some at nodes; `PrefixCache` says when.
 
     Kept states make room for others: first ends of answers that nobody has gone on from, then those whose node was
-    used longest ago, but never one that a lease is about to begin with.
+    used longest ago, but never one that a lease is about to begin with. Those that were left for others, and are
+    not used yet, stay longest, unless they are most of all.
 
     Attributes:
         own: by the row of a lease, int32 `[max_requests]`: the state that its passes may overwrite.
@@ -47,8 +47,8 @@ class States:
         kept: by state, the node that has it.
     """
 
-    def __init__(self, allocator: SlotAllocator, max_requests: int) -> None:
-        self.allocator = allocator
+    def __init__(self, allocator: SlotAllocator, max_requests: int, least_gain: int = LEAST_GAIN) -> None:
+        self.allocator, self.least_gain = allocator, least_gain
         self.own, self.at = np.zeros((2, max_requests), np.int32)
         self.kept: dict[int, Node] = {}
         # Of kept ones with which no lease has begun yet: of ends of answers, and of places where prompts part.
@@ -162,8 +162,9 @@ class States:
         missing = count - self.allocator.num_free - len(self.pending)
         if missing <= 0:
             return
+        protects = 2 * len(self.unused) <= len(self.kept)
         candidates = sorted(
-            (state not in self.ends, state in self.unused, self.kept[state].last_access, state)
+            (state not in self.ends, protects and state in self.unused, self.kept[state].last_access, state)
             for state in (self.ends if ends_only else self.kept)
             if not self._readers[state]
         )

@@ -141,7 +141,7 @@ def pool_states(device: torch.device, layout: KVLayout, limits: PassLimits, memo
             f"{size:,} bytes each, but memory_fraction {memory_fraction:g} leaves {free:,} bytes; lower "
             "max_running_requests"
         )
-    return of_rows + kept_states(limits, free, size)
+    return of_rows + kept_states(limits, free - of_rows * size, size)
 
 
 def pool_slots(

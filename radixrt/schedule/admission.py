@@ -93,7 +93,7 @@ class Admission:
         if not waiting or budget <= 0 or places <= 0:
             return chunks
         promised = self._promised()
-        if cache.states is not None:
+        if cache.states is not None and cache.keeps_states:
             cache.states.make_room(min(places, len(waiting)), cache.passes, ends_only=True)
         more_urgent = 0  # answers at the head of the queue that were passed over
         loads = config.max_loaded_chunks * config.chunked_prefill_size
@@ -117,7 +117,7 @@ class Admission:
                 # for the rest of it, or leaders of other prefixes would take that, and evict this prefix before it
                 # comes.
                 promised += max(0, demand - match.leader_match_len)
-                if cache.states is not None:
+                if cache.keeps_states:
                     match.keep_where_it_parts()
                 continue
             tokens = answer.tokens()
@@ -127,7 +127,7 @@ class Admission:
                 self.refused = answer
                 break
             loads -= lease.loaded
-            if cache.states is not None:
+            if cache.keeps_states:
                 self._set_stops(answer, lease)
             self._run(answer, lease)
             chunk = ExtendChunk.next_of(answer, cache, budget)
@@ -151,8 +151,11 @@ class Admission:
     def _set_stops(self, answer: Answer, lease: Lease) -> None:
         """Let a lease leave states where the answers that wait next part from it, and for its own forks."""
         tokens, at = answer.tokens(), bisect.bisect_right(self.waiting, answer.place, key=place_of)
-        stops = {*lease.stops, *([len(tokens)] if answer.num_answers > 1 else ())}
-        end = len(tokens)
+        stops, end = set(lease.stops), len(tokens)
+        if answer.num_answers > 1:
+            stops.add(end)
+            if 4 * answer.num_answers > self._config.max_samples_per_pass:
+                stops.add(end - 1)  # first tokens may find no place among the samples of its pass
         for other in self.waiting[at : at + MAX_LOOK_AHEAD]:
             if other.request.namespace != answer.request.namespace:
                 break
@@ -162,7 +165,7 @@ class Admission:
             if end <= lease.matched:
                 break
             stops.add(end)
-        lease.stops = sorted(stops)
+        lease.stops = sorted(stop for stop in stops if stop > lease.matched)
 
     def lacks_memory(self, answer: Answer) -> bool:
         """Whether a waiting answer would find too little memory, once the passes in flight have ended."""

@@ -138,7 +138,7 @@ class World:
 
     def _watched_states(self, count: int) -> States:
         """Those of a model; whoever still reads a free one reads nonsense."""
-        states = States(SlotAllocator(count), self.rows.max_requests)
+        states = States(SlotAllocator(count), self.rows.max_requests, least_gain=1)
         free = states.allocator.free
 
         def watched_free(freed: np.ndarray) -> None:

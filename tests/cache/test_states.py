@@ -1,0 +1,82 @@
+"""Which states are kept, and which go first, with the real scheduler over a runner that computes nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from radixrt.cache.prefix_cache import PrefixCache
+from radixrt.cache.states import LEAST_GAIN, States
+from radixrt.engine.engine import Engine
+from radixrt.limits import RunLimits
+from radixrt.planning.simulated import DistinctRunner, simulated_engine
+from radixrt.sampling_params import SamplingParams
+from radixrt.schedule.request import Request
+
+
+def engine_of(num_states: int, running: int = 8) -> tuple[Engine, PrefixCache, States]:
+    engine = simulated_engine(DistinctRunner(), RunLimits(400_000, running, 4096, num_states), 4096)
+    cache = engine.scheduler.cache
+    assert cache.states is not None
+    return engine, cache, cache.states
+
+
+def request(index: int, tokens: list[int], *, new: int = 4, n: int = 1) -> Request:
+    params = SamplingParams(n=n, max_new_tokens=new)
+    return Request(index, np.array(tokens, np.int32), params, max_new_tokens=new, seed=0)
+
+
+def run(engine: Engine, *requests: Request) -> None:
+    engine.submit_all(requests)
+    while engine.has_work:
+        engine.step()
+
+
+def tokens_of(seed: int, count: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 2**20, count).tolist()
+
+
+def test_what_is_used_outlives_what_nobody_uses() -> None:
+    """Two prompts that many begin with keep their states, however many states are left beside and not used."""
+    engine, cache, states = engine_of(30)
+    heads = [tokens_of(seed, 200) for seed in (1, 2)]
+    for index in range(150):
+        before = cache.cached_tokens
+        by_chance = [*heads[index % 2], *tokens_of(3 + index // 4, LEAST_GAIN)]  # two of each begin so
+        run(engine, request(index, [*by_chance, *tokens_of(1000 + index, 20)]))
+        assert index < 8 or cache.cached_tokens - before >= 200
+    assert len(states.unused) > 0
+
+
+@pytest.mark.parametrize(("gain", "is_kept"), [(LEAST_GAIN - 1, False), (LEAST_GAIN, True)])
+def test_a_state_must_save_some_tokens(gain: int, is_kept: bool) -> None:
+    """Where a second prompt parts, one is left for a third, which may never come."""
+    engine, cache, states = engine_of(30)
+    shared = tokens_of(0, gain)
+    for index in range(3):
+        run(engine, request(index, [*shared, *tokens_of(index + 1, 50)]))
+    assert cache.cached_tokens == (gain if is_kept else 0)
+    assert len(states.kept) - len(states.ends) == is_kept
+
+
+@pytest.mark.parametrize("running", [2, 8])
+def test_first_tokens_that_find_no_place(running: int) -> None:
+    """Of many answers to a prompt, those that are drawn apart compute its last token, not the prompt."""
+    engine, cache, _ = engine_of(60, running)
+    run(engine, request(0, tokens_of(0, 500), n=64))
+    assert cache.recomputed_tokens <= 64
+
+
+@pytest.mark.parametrize("option", ["enabled", "force_miss"])
+def test_nothing_is_kept_where_nothing_is_matched(option: str) -> None:
+    engine, cache, states = engine_of(30)
+    setattr(cache, option, option == "force_miss")
+    shared = tokens_of(0, 100)
+    engine.submit_all([request(index, [*shared, *tokens_of(index + 1, 50)], new=30) for index in range(20)])
+    most = 0
+    while engine.has_work:
+        engine.step()
+        most = max(most, len(engine.scheduler.running))
+        assert not states.fresh
+    assert most == 8
+    assert cache.cached_tokens == 0
