@@ -19,15 +19,12 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from memory_pool.slot_allocator import SlotAllocator
 from radixrt.arrays import Int32Array
-
-if TYPE_CHECKING:
-    from radixrt.cache.radix_tree import Node
+from radixrt.cache.radix_tree import Node
 
 NO_STATE = 0
 FOR_FRESH = 2  # states that leases begin without, as long as others run: what is not kept is computed again

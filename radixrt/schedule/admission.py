@@ -19,6 +19,7 @@ from radixrt.schedule.request_table import RequestTable
 from radixrt.schedule.sampling_table import SamplingTable
 
 _NONE = np.zeros(0, np.int32)
+MAX_TOLD = 16  # answers that wait, which are asked for their leaders where none is admitted
 MAX_LOOK_AHEAD = 256  # answers that wait, in which places are looked for where prompts part
 
 
@@ -91,6 +92,8 @@ class Admission:
         cache, config, waiting = self._cache, self._config, self.waiting
         self.refused = waiting[0] if waiting and places <= 0 else None
         if not waiting or budget <= 0 or places <= 0:
+            if cache.keeps_states:
+                self._tell_leaders()
             return chunks
         promised = self._promised()
         if cache.states is not None and cache.keeps_states:
@@ -147,6 +150,13 @@ class Admission:
             budget -= len(chunk.slots)
             promised += demand - chunk.end
         return chunks
+
+    def _tell_leaders(self) -> None:
+        """Let the first that wait for a leader tell it where they part from it: until then it may fill passes."""
+        for answer in self.waiting[:MAX_TOLD]:
+            match = answer.match_in(self._cache)
+            if match.has_leader():
+                match.keep_where_it_parts()
 
     def _set_stops(self, answer: Answer, lease: Lease) -> None:
         """Let a lease leave states where the answers that wait next part from it, and for its own forks."""

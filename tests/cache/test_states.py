@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from memory_pool.slot_allocator import SlotAllocator
 from radixrt.cache.prefix_cache import PrefixCache
+from radixrt.cache.radix_tree import DEFAULT_NAMESPACE, Node, RadixTree
 from radixrt.cache.states import LEAST_GAIN, States
 from radixrt.engine.engine import Engine
 from radixrt.limits import RunLimits
@@ -14,8 +16,8 @@ from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.request import Request
 
 
-def engine_of(num_states: int, running: int = 8) -> tuple[Engine, PrefixCache, States]:
-    engine = simulated_engine(DistinctRunner(), RunLimits(400_000, running, 4096, num_states), 4096)
+def engine_of(num_states: int, running: int = 8, chunk: int = 4096) -> tuple[Engine, PrefixCache, States]:
+    engine = simulated_engine(DistinctRunner(), RunLimits(400_000, running, chunk, num_states), 4096)
     cache = engine.scheduler.cache
     assert cache.states is not None
     return engine, cache, cache.states
@@ -80,3 +82,39 @@ def test_nothing_is_kept_where_nothing_is_matched(option: str) -> None:
         assert not states.fresh
     assert most == 8
     assert cache.cached_tokens == 0
+
+
+def test_a_leader_leaves_a_state_for_who_comes_later() -> None:
+    """They wait for what it computes, and part from it before its end."""
+    engine, cache, _ = engine_of(30, chunk=64)
+    first = tokens_of(0, 400)
+    engine.submit_all([request(0, first)])
+    engine.step()
+    run(engine, *(request(index, [*first[:300], *tokens_of(index, 20)]) for index in (1, 2)))
+    assert cache.cached_tokens == 2 * 300
+
+
+def test_ends_of_answers_go_first() -> None:
+    """However old what else is kept, and used, is."""
+    states, tree = States(SlotAllocator(4), 4), RadixTree()
+
+    def node(token: int) -> Node:
+        tokens = np.array([token], np.int32)
+        return tree.insert(tree.root(DEFAULT_NAMESPACE), tokens, tokens)[0]
+
+    passes, (used, end) = (0, 0), (node(1), node(2))
+    for row, at in enumerate((used, end)):
+        assert states.begin(row, tree.root(DEFAULT_NAMESPACE), passes)
+        if at is used:
+            states.step(row, 1, passes)
+            states.publish(row, 1, at, passes)
+            states.step(row, None, passes)
+            states.pass_launched()
+            states.release(row, None, passes)
+            states.unused.clear()
+        else:
+            states.step(row, None, passes)
+            states.release(row, at, passes)
+    assert set(states.kept.values()) == {used, end}
+    states.make_room(2, passes)
+    assert list(states.kept.values()) == [used]
