@@ -593,7 +593,7 @@ class DeltaChunksConfig:
     Attributes:
         chunk: tokens, a power of two from 16 on.
         block_v: columns of a state a program has, where it goes from chunk to chunk.
-        within_warps, within_registers: of what is computed of a chunk by itself.
+        within_warps: of what is computed of a chunk by itself.
         across_warps, num_stages: of what is computed chunk after chunk.
         precision: of products of keys, queries and values, where they are float32.
         solve_precision: of those that invert a triangular system, which are always float32.
@@ -604,22 +604,18 @@ class DeltaChunksConfig:
     within_warps: int
     across_warps: int
     num_stages: int
-    within_registers: int | None = None
     precision: str = "tf32"
     solve_precision: str = "tf32"
 
 
 def delta_chunks_config(gpu: GPU, k_dim: int, v_dim: int, dtype: torch.dtype) -> DeltaChunksConfig:
-    """For keys of up to `MAX_DELTA_DIM`. A result in two bytes is no more precise than tf32."""
+    """For keys of up to `MAX_DELTA_DIM`."""
     _check_vendor(gpu)
-    block_v = min(32, max(16, next_power_of_2(v_dim)))
     if dtype == torch.float32:
         return DeltaChunksConfig(16, 16, 8, 8, 1, precision="ieee", solve_precision="ieee")
-    if gpu.has_wgmma:
-        # Across chunks two warps, which cannot use it: with it, Triton 3.6 multiplies the transposed keys wrongly
-        # wherever their loads are not pipelined.
-        return DeltaChunksConfig(64, 16, 4, 2, 1)
-    return DeltaChunksConfig(32, block_v, 4, 4, 2)  # tiles of 64 tokens would spill
+    # Chunks of 64 tokens take twice the time. Across chunks two warps, which cannot use wgmma: with it, Triton 3.6
+    # multiplied the transposed keys wrongly wherever their loads were not pipelined.
+    return DeltaChunksConfig(32, min(32, max(16, next_power_of_2(v_dim))), 1, 2, 1, solve_precision="tf32x3")
 
 
 def delta_step_config(gpu: GPU, v_dim: int) -> tuple[int, int]:

@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from memory_pool.kv_transfers import KVTransfers
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.slot_allocator import SlotAllocator
+from radixrt.arrays import Int32Array
 from radixrt.cache.host_tier import HostTier
 from radixrt.cache.radix_tree import EMPTY, Match, Namespace, Node, RadixTree, Slots, Tokens, common_prefix
 from radixrt.cache.snapshot import Adoption, TreeSnapshot, adopt, plan_adoption
@@ -62,6 +63,10 @@ class Lease:
     frontier: Frontier | None = None  # where others find it; None: it computes nothing more for them
     released: bool = False
     reusable_len: int | None = None  # set on release: leading tokens that later requests may share; None: all
+    # Set on release: tokens of which passes in flight compute those from `committed` on. They are published once
+    # these have ended, with the state that is left there.
+    tail: Tokens | None = None
+    comes_back: bool = False  # set on release: its request will go on from there
     stops: list[int] = field(default_factory=list)  # positions where a pass is to end and leave a fresh state
 
     @property
@@ -191,12 +196,19 @@ class PrefixCache(CountsHits):
         return self.tree.match(namespace, tokens, limit if self.may_match else 0)
 
     def leader(self, match: Match, tokens: Tokens, limit: int) -> Lease | None:
-        """The lease that is computing the token after `match`, just made with the same arguments.
+        """The lease that is computing the token after `match`, just made with the same arguments. Where there are
+        states, that may be one that computes part of the match again, to leave a state there.
 
         One that began with an earlier pass comes before those that begin with the coming one.
         """
-        if self.force_miss or match.length >= limit:  # tokens beyond are always computed by their own request
-            return None
+        leader = None
+        if not self.force_miss and match.length < limit:  # tokens beyond are always computed by their own request
+            leader = self._extending(match, tokens)
+        if leader is None and self.keeps_states:
+            leader = self._recomputing(match, tokens, limit)
+        return leader
+
+    def _extending(self, match: Match, tokens: Tokens) -> Lease | None:
         # Its frontier is at the match, or before it where others have published the tokens between.
         node: Node | None = match.node
         length = end = match.length
@@ -214,6 +226,26 @@ class PrefixCache(CountsHits):
             end -= len(node.tokens)
             node = node.parent
         return newcomer
+
+    def _recomputing(self, match: Match, tokens: Tokens, limit: int) -> Lease | None:
+        """A lease that computes again what `match` has of its tokens, or a part, and will leave a state there."""
+        assert self.states is not None
+        least = match.on_device.at_state.length + self.states.least_gain
+        node: Node | None = match.node
+        end = match.length
+        if not match.at_boundary:
+            node, end = match.node.parent, end - match.inside
+        while node is not None and match.length >= least:
+            for lease in self.frontiers.get((node, tokens.item(end)), ()):
+                # The same for as long as it is worth it, and not there yet, or there with a state.
+                length = min(len(lease.tokens), limit)
+                common = common_prefix(lease.tokens[:length], tokens[:length])
+                is_ahead = common > lease.allocated_len or (common > lease.committed and common in lease.stops)
+                if common >= least and is_ahead:
+                    return lease
+            end -= len(node.tokens)
+            node = node.parent
+        return None
 
     def lend(self, lease: Lease) -> None:
         """Let others borrow what a lease that was made for the coming pass has got slots for: see `Loan`. Where
@@ -368,22 +400,32 @@ class PrefixCache(CountsHits):
             lease.lender = None
         self._announce(lease)
 
-    def release(self, lease: Lease, reusable_len: int | None = None) -> None:
+    def release(
+        self,
+        lease: Lease,
+        reusable_len: int | None = None,
+        *,
+        computed: Tokens | None = None,
+        comes_back: bool = False,
+    ) -> None:
         """Free all that a lease holds, once the passes in flight have ended. A second call does nothing.
 
         `reusable_len`: no later request shares more of its leading tokens. Tokens that it published beyond them
         are freed too, without waiting for eviction, as far as no other request holds them.
+
+        Where there are states, that which its last pass leaves is kept, if all tokens before it are known, the
+        first of `computed` `[n]`: they are published once that pass has ended. `comes_back`: its request will go
+        on from there.
         """
         if lease.released:
             return
-        lease.released, lease.reusable_len = True, reusable_len
+        lease.released, lease.reusable_len, lease.comes_back = True, reusable_len, comes_back
         self._announce(lease)
-        first = self._bequeath(lease)
-        if self.states is not None:
-            wanted = reusable_len is None or reusable_len >= lease.committed
-            is_end = self.enabled and wanted and lease.committed == lease.allocated_len
-            self.states.release(lease.row, lease.node if is_end else None, self.passes)
-        slots = self._slots_of(lease, first, lease.allocated_len)
+        first, end = self._bequeath(lease), lease.allocated_len
+        is_known = computed is not None and len(computed) >= end
+        if self.keeps_states and is_known and (reusable_len is None or reusable_len >= end):
+            lease.tail = computed
+        slots = self._slots_of(lease, first, end)
         alone = takewhile(lambda node: node.lock == 1, self.tree.path(lease.node))
         tokens = len(slots) + sum(len(node.tokens) for node in alone)
         self._defer_free(Pending(self.passes_launched, slots, tokens, lease))
@@ -395,9 +437,15 @@ class PrefixCache(CountsHits):
         if self.states is not None:
             self.states.pass_launched()
 
-    def pass_ended(self) -> None:
-        """Count the oldest pass in flight as ended, and free what waited for it alone."""
+    def pass_ended(self, spoilt: Int32Array | None = None) -> None:
+        """Count the oldest pass in flight as ended, and free what waited for it alone. What it computed of the
+        rows `spoilt` `[n]` is of no use.
+        """
         self.passes_ended += 1
+        if self.states is not None and spoilt is not None and len(spoilt):
+            for pending in self.pending:
+                if pending.lease is not None and pending.lease.row in spoilt:
+                    pending.lease.tail = None
         ended: list[Pending] = []
         while self.pending and self.pending[0].after <= self.passes_ended:
             ended.append(self.pending.popleft())
@@ -505,13 +553,27 @@ class PrefixCache(CountsHits):
     def _free_pending(self, ended: Iterable[Pending]) -> None:
         freed: list[Slots] = [EMPTY]
         for pending in ended:
-            freed.append(pending.slots)
-            if (lease := pending.lease) is not None:
+            lease = pending.lease
+            if lease is None or not self._publish_tail(lease):
+                freed.append(pending.slots)
+            if lease is not None:
                 freed.append(self.tree.unlock(lease.node, lease.reusable_len))
                 self.rows.free(lease.row)
                 self.leases.remove(lease)
         self.slots.free(np.concatenate(freed[::-1]))  # the first are the last to be had again
         self._drop_states()
+
+    def _publish_tail(self, lease: Lease) -> bool:
+        """Publish all that a released lease's passes computed, and let go of its state. Whether there was any."""
+        tail = lease.tail
+        if self.states is None:
+            return False
+        if tail is not None:
+            self.commit(lease, tail, lease.allocated_len)
+        node = None if tail is None else lease.node
+        ended = self.passes_ended  # none in flight has anything to do with its row
+        self.states.release(lease.row, node, (ended, ended), comes_back=lease.comes_back)
+        return tail is not None
 
     def _longest(self, node: Node, tokens: Tokens, start: int, limit: int) -> Loan | None:
         """The newcomer at `node`, where `tokens[start]` follows, that computes most of `tokens[:limit]`."""

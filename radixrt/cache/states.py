@@ -5,7 +5,7 @@ one was kept. Every state is in exactly one of these places:
 
     reserved  state 0: rows that begin with it begin with zeros
     free      in the allocator's free list
-    own       a live lease's, which its passes overwrite
+    own       a lease's, until its last pass has ended; its passes overwrite it
     fresh     left by a pass at a position where prompts part, and not published yet
     kept      at the tree node that ends where it was left; leases begin with it, and none overwrites it
     pending   given up, but a pass in flight may still read or write it
@@ -48,7 +48,7 @@ class States:
         self.allocator, self.least_gain = allocator, least_gain
         self.own, self.at = np.zeros((2, max_requests), np.int32)
         self.kept: dict[int, Node] = {}
-        # Of kept ones with which no lease has begun yet: of ends of answers, and of places where prompts part.
+        # Of kept ones with which no lease has begun yet: of ends of answers, and those that others wait for.
         self.ends, self.unused = set[int](), set[int]()
         self.pending: deque[tuple[int, int]] = deque()  # after which pass, and which state
         self.fresh: dict[int, dict[int, int]] = {}  # by row, those that were left and not published, by position
@@ -119,16 +119,16 @@ class States:
         if not fresh:
             del self.fresh[row]
 
-    def release(self, row: int, node: Node | None, passes: tuple[int, int]) -> None:
+    def release(self, row: int, node: Node | None, passes: tuple[int, int], *, comes_back: bool = False) -> None:
         """Give up what a lease has; keep its own state at `node`, where all that it computed ends, if there is one
-        without a state.
+        without a state. `comes_back`: its request will go on from there.
         """
         own, at = int(self.own[row]), int(self.at[row])
         if at != own:
             self._readers[at] -= 1
         if node is not None and not node.state and node.parent is not None and at == own:
             self._keep(own, node)
-            self.ends.add(own)
+            (self.unused if comes_back else self.ends).add(own)
         else:
             self._give_up(own, passes)
         for state in self.fresh.pop(row, {}).values():

@@ -216,7 +216,8 @@ class Engine:
             except Exception as raised:
                 self._check_device(raised, flight.booking, "failed")
                 error = raised
-        self.scheduler.cache.pass_ended()
+        rows = flight.booking.pass_.req_pool_indices
+        self.scheduler.cache.pass_ended(rows if error is not None else rows[~result.finite])
         if error is not None:
             return self.scheduler.fail(flight.booking, error)
         return self.scheduler.process(flight.booking, result, self._push)

@@ -211,19 +211,29 @@ class Admission:
 
     def retract(self, answer: Answer) -> None:
         """Take a running answer back to its place in the queue. Its output stays, its KV becomes evictable."""
-        self.release(answer)
+        self.release(answer, comes_back=True)
         self.enqueue(answer)
         answer.log.retractions += 1
         self.num_retractions += 1
 
-    def release(self, answer: Answer, reusable_len: int | None = None) -> None:
-        """Stop running an answer; publish what it has computed, at most `reusable_len` tokens."""
+    def release(
+        self,
+        answer: Answer,
+        reusable_len: int | None = None,
+        *,
+        comes_back: bool = False,
+        is_sound: bool = True,
+    ) -> None:
+        """Stop running an answer; publish what it has computed, at most `reusable_len` tokens. `is_sound`: what
+        passes in flight compute of it is of use.
+        """
         lease, published = answer.lease, answer.computed_len
         assert lease is not None  # it runs
         if reusable_len is not None:
             published = min(published, reusable_len)
         self._cache.commit(lease, answer.tokens(published), published)
-        self._cache.release(lease, reusable_len)
+        computed = answer.tokens() if is_sound and self._cache.keeps_states else None
+        self._cache.release(lease, reusable_len, computed=computed, comes_back=comes_back)
         answer.stop()
         answer.resumable_after = self._cache.passes_launched
         at = self.running.index(answer)

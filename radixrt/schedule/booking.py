@@ -101,7 +101,8 @@ class Bookkeeper:
         else:
             # `reusable_len` does not count requests before it that still wait: rarely are there any.
             counts = not admission.waiting or admission.waiting[0].place > answer.place
-            admission.release(answer, answer.request.reusable_len if counts else None)
+            reusable_len = answer.request.reusable_len if counts else None
+            admission.release(answer, reusable_len, is_sound=reason is not FinishReason.ERROR)
         if answer.num_output:
             admission.estimate.ended(answer.num_output)
         log.finish_reason, log.error, log.finished_at = reason, error, time.perf_counter()

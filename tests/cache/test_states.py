@@ -11,21 +11,25 @@ from radixrt.cache.radix_tree import DEFAULT_NAMESPACE, Node, RadixTree
 from radixrt.cache.states import LEAST_GAIN, States
 from radixrt.engine.engine import Engine
 from radixrt.limits import RunLimits
-from radixrt.planning.simulated import DistinctRunner, simulated_engine
+from radixrt.planning.simulated import ConstantRunner, DistinctRunner, simulated_engine
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.request import Request
 
 
-def engine_of(num_states: int, running: int = 8, chunk: int = 4096) -> tuple[Engine, PrefixCache, States]:
-    engine = simulated_engine(DistinctRunner(), RunLimits(400_000, running, chunk, num_states), 4096)
+def engine_of(
+    num_states: int, running: int = 8, chunk: int = 4096, runner: ConstantRunner | None = None
+) -> tuple[Engine, PrefixCache, States]:
+    limits = RunLimits(400_000, running, chunk, num_states)
+    engine = simulated_engine(DistinctRunner() if runner is None else runner, limits, 8192)
     cache = engine.scheduler.cache
     assert cache.states is not None
     return engine, cache, cache.states
 
 
-def request(index: int, tokens: list[int], *, new: int = 4, n: int = 1) -> Request:
+def request(index: int, tokens: list[int], *, new: int = 4, n: int = 1, ends_at: int = 0) -> Request:
     params = SamplingParams(n=n, max_new_tokens=new)
-    return Request(index, np.array(tokens, np.int32), params, max_new_tokens=new, seed=0)
+    prompt_ids = np.array(tokens, np.int32)
+    return Request(index, prompt_ids, params, max_new_tokens=new, seed=0, stop_ids=frozenset({ends_at}))
 
 
 def run(engine: Engine, *requests: Request) -> None:
@@ -92,6 +96,39 @@ def test_a_leader_leaves_a_state_for_who_comes_later() -> None:
     engine.step()
     run(engine, *(request(index, [*first[:300], *tokens_of(index, 20)]) for index in (1, 2)))
     assert cache.cached_tokens == 2 * 300
+
+
+def test_the_next_turn_begins_after_the_end_token() -> None:
+    """A pass has gone on with that token when it is found to end the answer."""
+    engine, cache, states = engine_of(30, runner=ConstantRunner(7))
+    prompt = tokens_of(0, 500)
+    run(engine, request(0, prompt, new=40, ends_at=7))
+    assert [len(states.kept), *states.ends] == [1, *states.kept]
+    run(engine, request(1, [*prompt, 7, *tokens_of(1, 100)]))
+    assert cache.cached_tokens == 501
+
+
+def test_a_retracted_answer_goes_on_where_it_was() -> None:
+    """Also where the pass in flight computes a part of its prompt; and what it left is not the first to go."""
+    for steps in (1, 2, 5):
+        engine, cache, states = engine_of(30, chunk=64)
+        engine.submit_all([request(0, tokens_of(0, 200), new=30)])
+        for _ in range(steps):
+            engine.step()
+        engine.scheduler.retract(engine.scheduler.running[0])
+        while cache.in_flight:
+            engine.step()
+        assert len(states.unused) == 1
+        run(engine)
+        assert cache.recomputed_tokens <= 1
+
+
+def test_one_of_many_computes_a_prefix_again_whose_state_is_gone() -> None:
+    engine, cache, _ = engine_of(100, running=64)
+    shared = tokens_of(0, 4000)
+    run(engine, request(0, [*shared, *tokens_of(1, 20)]))
+    run(engine, *(request(index, [*shared, *tokens_of(1 + index, 20)]) for index in range(1, 65)))
+    assert cache.cached_tokens == 63 * 4000
 
 
 def test_ends_of_answers_go_first() -> None:

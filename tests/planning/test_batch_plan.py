@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from radixrt.arrays import Int32Array
 from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.limits import RunLimits
 from radixrt.planning import batch_plan, rehearsal, simulated
@@ -335,8 +336,8 @@ def test_what_no_later_prompt_needs_goes_at_once(monkeypatch: pytest.MonkeyPatch
     held: list[int] = []
     passes = PrefixCache.pass_ended
 
-    def watched(self: PrefixCache) -> None:
-        passes(self)
+    def watched(self: PrefixCache, spoilt: Int32Array) -> None:
+        passes(self, spoilt)
         held.append(self.tree.evictable_tokens)
 
     monkeypatch.setattr(PrefixCache, "pass_ended", watched)

@@ -301,10 +301,10 @@ def count_what_is_borrowed_as_computed(patch: pytest.MonkeyPatch) -> None:
 def commit_what_is_only_launched(patch: pytest.MonkeyPatch) -> None:
     release, computed_len = Admission.release, Answer.computed_len
 
-    def hasty(self: Admission, answer: Answer, reusable_len: int | None = None) -> None:
+    def hasty(self: Admission, answer: Answer, reusable_len: int | None = None, **options: Any) -> None:
         launched = property(lambda self: min(self.lease.allocated_len, self.known_len))
         patch.setattr(Answer, "computed_len", launched)
-        release(self, answer, reusable_len)
+        release(self, answer, reusable_len, **options)
         patch.setattr(Answer, "computed_len", computed_len)
 
     patch.setattr(Admission, "release", hasty)
@@ -326,10 +326,10 @@ def release_twice(patch: pytest.MonkeyPatch) -> None:
     """Two ways out of a request each release it, and release does not notice."""
     release = PrefixCache.release
 
-    def again(self: PrefixCache, lease: Lease, keep: int | None = None) -> None:
-        release(self, lease, keep)
+    def again(self: PrefixCache, lease: Lease, *arguments: Any, **options: Any) -> None:
+        release(self, lease, *arguments, **options)
         lease.released = False
-        release(self, lease, keep)
+        release(self, lease, *arguments, **options)
 
     patch.setattr(PrefixCache, "release", again)
 
@@ -540,7 +540,7 @@ def abort_an_answer_and_keep_what_it_holds(patch: pytest.MonkeyPatch) -> None:
 
     def forgetful(self: Bookkeeper, answer: Answer, reason: FinishReason, error: str | None = None) -> None:
         keeps = reason is FinishReason.ABORT and answer.parent is not None
-        patch.setattr(Admission, "release", (lambda *_: None) if keeps else release)
+        patch.setattr(Admission, "release", (lambda *_, **options: None) if keeps else release)
         finish(self, answer, reason, error)
         patch.setattr(Admission, "release", release)
 
@@ -607,9 +607,9 @@ def book_for_a_row_that_was_let_go(patch: pytest.MonkeyPatch) -> None:
     """A retracted answer's last token goes to the row that it had."""
     release = Admission.release
 
-    def careless(self: Admission, answer: Answer, reusable_len: int | None = None) -> None:
+    def careless(self: Admission, answer: Answer, *arguments: Any, **options: Any) -> None:
         row = answer.lease.row
-        release(self, answer, reusable_len)
+        release(self, answer, *arguments, **options)
         self.table.runs[row] = True
 
     patch.setattr(Admission, "release", careless)
@@ -620,9 +620,9 @@ def decode_whoever_decoded_before(patch: pytest.MonkeyPatch) -> None:
     """That an answer was released is not noticed."""
     release = Admission.release
 
-    def unnoticed(self: Admission, answer: Answer, reusable_len: int | None = None) -> None:
+    def unnoticed(self: Admission, answer: Answer, *arguments: Any, **options: Any) -> None:
         changes = self.changes
-        release(self, answer, reusable_len)
+        release(self, answer, *arguments, **options)
         self.changes = changes
 
     patch.setattr(Admission, "release", unnoticed)
@@ -1174,12 +1174,14 @@ def lose_the_state_of_an_evicted_node(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("20: a kept state is that of its node's path", sizes=STATE_SIZES)
 def keep_the_state_of_what_goes_beyond(patch: pytest.MonkeyPatch) -> None:
-    """The end of an answer is kept also where a pass has gone on after it."""
+    """What a lease leaves is kept at the end of what it has published, also where passes have gone on."""
     release = States.release
 
-    def generous(self: States, row: int, node: Node | None, passes: tuple[int, int]) -> None:
+    def generous(
+        self: States, row: int, node: Node | None, passes: tuple[int, int], *, comes_back: bool = False
+    ) -> None:
         lease = next(one for one in world_leases(self) if one.row == row)
-        release(self, row, lease.node, passes)
+        release(self, row, lease.node, passes, comes_back=comes_back)
 
     def world_leases(states: States) -> Iterable[Lease]:
         return next(cache.leases for cache in caches if cache.states is states)
@@ -1193,6 +1195,25 @@ def keep_the_state_of_what_goes_beyond(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(PrefixCache, "__init__", known)
     patch.setattr(States, "release", generous)
+
+
+@mutant("6:", sizes=STATE_SIZES)
+def publish_an_end_at_once(patch: pytest.MonkeyPatch) -> None:
+    """What the pass in flight computes of an answer that has ended is published before it has."""
+    release = PrefixCache.release
+
+    def eager(self: PrefixCache, lease: Lease, *arguments: Any, **options: Any) -> None:
+        release(self, lease, *arguments, **options)
+        if lease.tail is not None:
+            self.commit(lease, lease.tail, lease.allocated_len)
+
+    patch.setattr(PrefixCache, "release", eager)
+
+
+@mutant("6:", "20: a kept state is that of its node's path", sizes=STATE_SIZES)
+def keep_an_end_that_is_not_finite(patch: pytest.MonkeyPatch) -> None:
+    ended = PrefixCache.pass_ended
+    patch.setattr(PrefixCache, "pass_ended", lambda self, spoilt=None: ended(self))
 
 
 @mutant("20:", sizes=STATE_SIZES)

@@ -270,7 +270,6 @@ def _launch(
             PRECISION=config.precision,
             SOLVE_PRECISION=config.solve_precision,
             num_warps=config.within_warps,
-            maxnreg=config.within_registers,
         )
         delta_across_kernel[(num_extends * num_heads * cdiv(v_dim, config.block_v),)](
             start_loc=rows.start_loc,

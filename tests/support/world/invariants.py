@@ -196,13 +196,13 @@ class Invariants:
         require("20: only such models have states", states is not None or not kept)
         if states is None:
             return
-        live = [lease for lease in self.world.cache.leases if not lease.released]
-        rows = {lease.row for lease in live}
-        require("20: what was left and not published is a live lease's", states.fresh.keys() <= rows)
+        leases = self.world.cache.leases
+        rows = {lease.row for lease in leases}
+        require("20: what was left and not published is a lease's", states.fresh.keys() <= rows)
         groups = {
             "reserved": [0],
             "free": states.allocator.free_slots().tolist(),
-            "own": [int(states.own[lease.row]) for lease in live],
+            "own": [int(states.own[lease.row]) for lease in leases],
             "fresh": [state for by_position in states.fresh.values() for state in by_position.values()],
             "kept": [node.state for node in kept],
             "pending": [state for _, state in states.pending],
@@ -212,7 +212,7 @@ class Invariants:
         require("20: a state is in one place", not twice, (twice, groups))
         require("20: a state is in one place", len(everything) == states.allocator.capacity + 1, groups)
         require("20: a kept state knows its node", states.kept == {node.state: node for node in kept})
-        for lease in live:
+        for lease in leases:
             at = int(states.at[lease.row])
             may = {states.own[lease.row], lease.node.state, *states.fresh.get(lease.row, {}).values()}
             may |= {node.state for node in self.world.cache.tree.path(lease.node)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -288,9 +289,9 @@ class World:
             self.events["dropped in part" if self.events["split"] > splits else "dropped"] += bool(len(out))
             return out
 
-        def watched_release(lease: Lease, reusable_len: int | None = None) -> None:
+        def watched_release(lease: Lease, reusable_len: int | None = None, **options: Any) -> None:
             self.events["end of a lender"] += any(one.lent_end > lease.committed for one in lease.borrowers)
-            release(lease, reusable_len)
+            release(lease, reusable_len, **options)
 
         release, self.cache.release = self.cache.release, watched_release
         unlock = self.cache.tree.unlock

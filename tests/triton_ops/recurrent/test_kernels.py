@@ -139,6 +139,8 @@ def test_states_are_left_where_they_were_read(dtype: torch.dtype, kernel_device:
 @pytest.mark.parametrize("cut", [1, 37, 64, 99])
 def test_a_row_cut_in_two_goes_on(cut: int, dtype: torch.dtype, kernel_device: torch.device) -> None:
     length = 100
+    # A head forgets nearly all at each token: sums of its log decays reach hundreds in a chunk, and are rounded.
+    tolerance = max(5e-5, DELTA_CHUNKS[dtype])
     inputs = DeltaInputs.random(length, (1, 2), (32, 32), dtype=dtype, device=kernel_device)
     expected, states = inputs.expected(state_rows([length], kernel_device))
     x, weight = (t.to(kernel_device, dtype) for t in (random(length, 40), random(40, 4, seed=1)))
@@ -150,9 +152,9 @@ def test_a_row_cut_in_two_goes_on(cut: int, dtype: torch.dtype, kernel_device: t
         tokens = of.stop - (of.start or 0)
         rows = state_rows([tokens], kernel_device, read_from=[begins], write_to=[ends])
         out = gated_delta(**halves.rows(of).arguments(), rows=rows, impl="triton")
-        assert_close(out, expected[of], DELTA_CHUNKS[dtype])
+        assert_close(out, expected[of], tolerance)
         assert torch.equal(causal_conv(x[of], weight, None, kept, rows, impl="triton"), convolved[of])
-    assert_close(halves.states[[2]], states[[2]], DELTA_CHUNKS[dtype])
+    assert_close(halves.states[[2]], states[[2]], tolerance)
     assert torch.equal(kept[2], whole[2])
 
 
