@@ -22,8 +22,8 @@ class ShortConv(Layer):
     """`output(c * conv(b * x))`, where b, c and x `[T, hidden_size]` are projections of the layer's input: LFM2
     (Liquid AI, 2025). What it keeps of a sequence are the last inputs of the convolution, `b * x`.
 
-    `layer_id` counts the layers that keep states; `width` is the convolution's. `bias`: it and the projections have
-    biases.
+    `layer_id` counts the layers that keep states; `width` is the convolution's. `bias`: it has one, and so have
+    the projections.
     """
 
     def __init__(self, layer_id: int, hidden_size: int, width: int, *, bias: bool, placement: Placement) -> None:

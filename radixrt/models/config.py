@@ -336,8 +336,8 @@ def head_dim_of(source: Any) -> int:
 
 
 def read_attention(source: Any, *, recurrent: str | None = None) -> tuple[AttentionKind, ...]:
-    """Read the kind of each layer's attention from transformers' config object; layers of the type `recurrent` have
-    none. Raises ModelError, also for layers of other types than that and those of attention.
+    """Read the kind of each layer's attention from transformers' config object. Layers of the type `recurrent`
+    have none. Raises ModelError, also for layers of a type that is neither that nor one of attention.
     """
     num_layers, trained_length = source.num_hidden_layers, source.max_position_embeddings
     window = _optional(source, "sliding_window", None)

@@ -58,7 +58,7 @@ def _intermediate_size(source: Any) -> int:
     """That of the weights: the config's, or by `block_auto_adjust_ff_dim` two thirds of it, of which there may be
     a multiple, rounded up to whole units.
     """
-    size = source.intermediate_size
+    size = int(source.intermediate_size)
     if getattr(source, "block_auto_adjust_ff_dim", False):
         size = int(2 * size / 3)
         if source.block_ffn_dim_multiplier is not None:
@@ -148,7 +148,7 @@ class Lfm2MoeConfig(Lfm2Config, MixtureConfig):
     @classmethod
     def read_family(cls, source: Any) -> dict[str, Any]:
         if not source.use_expert_bias:
-            raise ModelError("use_expert_bias is False, which is not supported; a router with a bias of choices is")
+            raise ModelError("use_expert_bias is False, which is not supported; True is")
         return {
             **super().read_family(source),
             "num_dense_layers": source.num_dense_layers,

@@ -20,6 +20,11 @@ class RecurrentConfig(ModelConfig):
     and `recurrent_weights`.
     """
 
+    def check(self) -> None:
+        super().check()
+        if all(kind.is_recurrent for kind in self.attention):
+            raise ModelError(f"none of the {self.num_layers} layers has attention, which is not supported")
+
     def for_ranks(self, size: int) -> Self:
         if size > 1:
             raise ModelError(

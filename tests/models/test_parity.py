@@ -379,7 +379,7 @@ def test_long_rope_follows_the_context_length(changes: dict[str, Any], tmp_path:
     assert not torch.allclose(longer.run((0, a[:16], 0))[0], dense(reference, a[:16]), atol=0.1)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2", "mixtral", "qwen3.5", "qwen3-next"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2", "mixtral", "qwen3.5", "qwen3-next", "lfm2"])
 def test_bfloat16_keeps_close(family: str, tmp_path: Path, device: torch.device) -> None:
     """Our bfloat16 logits are no farther from float32's than twice transformers' own."""
     reference = MODELS[family]()

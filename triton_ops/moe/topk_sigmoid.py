@@ -9,6 +9,7 @@ from triton_ops.activations.elementwise import as_rows
 from triton_ops.implementation import Impl, cdiv, next_power_of_2, runs_triton, tl, triton
 from triton_ops.tuning import row_blocks
 
+
 def topk_sigmoid(
     logits: Tensor,
     correction: Tensor,
@@ -25,8 +26,8 @@ def topk_sigmoid(
 
     An expert's score is the sigmoid of its logit. The choice goes by scores plus `correction`, which evens the
     load, the first of equals before the others; weights are the scores alone, with `renormalize` divided by their
-    sum plus `tiny`, since it may be 0, times `factor`. With several groups of experts, side by side and of one size, the choice is among those of
-    the `top_groups` whose two best experts have the greatest sum.
+    sum plus `tiny`, as it may be 0, times `factor`. With several groups of experts, side by side and of one size,
+    the choice is among those of the `top_groups` whose two best experts have the greatest sum.
 
     Args:
         logits: `[num_tokens, num_experts]` in any float dtype.

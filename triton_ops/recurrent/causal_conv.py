@@ -19,7 +19,6 @@ from triton_ops.implementation import (
 from triton_ops.recurrent.rows import StateRows, begun_states, find_chunk, leave_states
 from triton_ops.tuning import CONV_CHUNK, CONV_EXTEND, CONV_STEP
 
-
 Gates = tuple[Tensor, Tensor]
 
 
@@ -43,7 +42,7 @@ def causal_conv(
         weight: `[C, W]` in x's dtype, contiguous, W from 2 on.
         bias: `[C]` in x's dtype, or None.
         states: `[num_states, C, W - 1]` in x's dtype, a state contiguous: the last inputs of sequences, the oldest
-            first, gated and rounded to that dtype, as they are convolved, too. Those that `rows` leave are written.
+            first, as they are convolved: gated, rounded to that dtype. Those that `rows` leave are written.
         gates: each as x.
 
     Returns `[T, C]` in x's dtype, contiguous: computed in float32 and rounded once. What it holds at tokens of no
