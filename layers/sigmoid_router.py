@@ -1,4 +1,4 @@
-"""The router of DeepSeek-V3 and GLM-4.5: sigmoids, whose choice has a correction of its own."""
+"""The router of DeepSeek-V3, GLM-4.5 and LFM2: sigmoids, whose choice has a correction of its own."""
 
 # Tests: tests/models/test_parity.py, tests/execution/test_products.py
 
@@ -19,7 +19,7 @@ from triton_ops.moe.topk_sigmoid import topk_sigmoid
 class SigmoidRouter(Layer):
     """Weight and correction are float32, whatever the model is in: logits are computed in it, as in training.
 
-    `top_k` to `top_groups` are the arguments of `topk_sigmoid`. The product has no table: a deterministic model
+    `top_k` to `tiny` are the arguments of `topk_sigmoid`. The product has no table: a deterministic model
     computes it in one order at every number of rows.
     """
 
@@ -31,8 +31,9 @@ class SigmoidRouter(Layer):
         *,
         renormalize: bool,
         factor: float,
-        num_groups: int,
-        top_groups: int,
+        num_groups: int = 1,
+        top_groups: int = 1,
+        tiny: float = 1e-20,
         placement: Placement,
     ) -> None:
         super().__init__()
@@ -43,6 +44,7 @@ class SigmoidRouter(Layer):
             factor=factor,
             num_groups=num_groups,
             top_groups=top_groups,
+            tiny=tiny,
             impl=placement.impl,
         )
         wide = replace(placement, dtype=torch.float32)

@@ -15,7 +15,7 @@ class StateLayout:
 
     Attributes:
         conv_channels, conv_width: of the convolution, which reads `conv_width - 1` inputs before its own.
-        num_heads, key_dim, value_dim: of the matrices.
+        num_heads, key_dim, value_dim: of the matrices; 0 where there are none.
         conv_dtype: of the inputs.
     """
 

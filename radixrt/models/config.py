@@ -51,6 +51,7 @@ _BOUNDS = {
     "linear_key_head_dim": (1, 2**14),
     "linear_value_head_dim": (1, 2**14),
     "linear_conv_kernel_dim": (2, 2**8),
+    "conv_L_cache": (2, 2**8),
     "vocab_size": (1, 2**24),
     "max_position_embeddings": (2, 2**24),
     "original_max_position_embeddings": (2, 2**24),
@@ -86,11 +87,11 @@ class ModelConfig:
     `eos_token_ids`, sorted, end an answer. `quantization` is the checkpoint's own.
 
     A family with fields of its own derives a class that adds them and overrides `read_family`. `inner_sizes` are
-    those that are divided among ranks besides heads, with their names in config.json. `has_recurrent_layers`:
-    whether the family's layers of `linear_attention` are known.
+    those that are divided among ranks besides heads, with their names in config.json. `recurrent_type` is what
+    `layer_types` call the family's layers that keep states; None: it has none.
     """
 
-    has_recurrent_layers: ClassVar[bool] = False
+    recurrent_type: ClassVar[str | None] = None
     inner_sizes: ClassVar[Mapping[str, str]] = MappingProxyType({"intermediate_size": "intermediate_size"})
 
     architecture: str
@@ -133,7 +134,7 @@ class ModelConfig:
             source = _text_config(whole, architecture, raw)
             own = cls.read_family(source)
             config = cls(
-                **{**_read_common(source, recurrent=cls.has_recurrent_layers), **own},
+                **{**_read_common(source, recurrent=cls.recurrent_type), **own},
                 architecture=architecture,
                 eos_token_ids=_end_tokens(folder, source.eos_token_id),
                 quantization=next((found for found in quantizations if found is not None), None),
@@ -190,6 +191,13 @@ class ModelConfig:
     def state_layout(self, num_layers: int, dtype: torch.dtype) -> StateLayout:
         """What `num_layers` recurrent layers keep, of inputs in `dtype`. A family that has such layers overrides
         this.
+        """
+        raise NotImplementedError
+
+    @property
+    def recurrent_weights(self) -> int:
+        """Weights of a recurrent layer in the place of attention's, without small ones. A family that has such
+        layers overrides this.
         """
         raise NotImplementedError
 
@@ -327,9 +335,9 @@ def head_dim_of(source: Any) -> int:
     return int(getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads)
 
 
-def read_attention(source: Any, *, recurrent: bool = False) -> tuple[AttentionKind, ...]:
-    """Read the kind of each layer's attention from transformers' config object. Raises ModelError, also for layers
-    of `linear_attention` unless they may be `recurrent`.
+def read_attention(source: Any, *, recurrent: str | None = None) -> tuple[AttentionKind, ...]:
+    """Read the kind of each layer's attention from transformers' config object. Layers of the type `recurrent`
+    have none. Raises ModelError, also for layers of a type that is neither that nor one of attention.
     """
     num_layers, trained_length = source.num_hidden_layers, source.max_position_embeddings
     window = _optional(source, "sliding_window", None)
@@ -340,7 +348,7 @@ def read_attention(source: Any, *, recurrent: bool = False) -> tuple[AttentionKi
     for name, values in (("layer_types", types), ("no_rope_layers", rotated)):
         if len(values) < num_layers:
             raise ModelError(f"{name} has {len(values)} entries, but the model has {num_layers} layers")
-    known = ["full_attention", "sliding_attention", *(["linear_attention"] if recurrent else [])]
+    known = ["full_attention", "sliding_attention", *([recurrent] if recurrent else [])]
     if unknown := set(types) - {None, *known}:
         raise ModelError(
             f"layers of kind {', '.join(sorted(unknown))} are not supported; "
@@ -355,13 +363,13 @@ def read_attention(source: Any, *, recurrent: bool = False) -> tuple[AttentionKi
 
     return tuple(
         RECURRENT
-        if kind == "linear_attention"
+        if kind is not None and kind == recurrent
         else AttentionKind(rope(kind) if with_rope else None, None if kind == "full_attention" else window)
         for kind, with_rope, _ in zip(types, rotated, range(num_layers), strict=False)
     )
 
 
-def _read_common(source: Any, *, recurrent: bool) -> dict[str, Any]:
+def _read_common(source: Any, *, recurrent: str | None) -> dict[str, Any]:
     """Read the fields that all families have; `recurrent` as in `read_attention`."""
     if _optional(source, "use_bidirectional_attention", None):
         raise ModelError("use_bidirectional_attention is not supported")
@@ -379,7 +387,7 @@ def _read_common(source: Any, *, recurrent: bool) -> dict[str, Any]:
         "vocab_size": source.vocab_size,
         "context_length": trained_length,
         "max_context_length": min(lengths, default=trained_length),
-        "rms_norm_eps": source.rms_norm_eps,
+        "rms_norm_eps": getattr(source, "rms_norm_eps", None),  # some families call it otherwise
         "attention": attention,
         "activation": _optional(source, "hidden_activation", getattr(source, "hidden_act", None)),
         "tie_word_embeddings": source.tie_word_embeddings,

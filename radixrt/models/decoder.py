@@ -7,7 +7,7 @@ Face, 2025: layers without positions) differ by their configs alone. Any other f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import islice
 from types import MappingProxyType
@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from layers.gated_delta_net import GatedDeltaNet
 from layers.input_metadata import InputMetadata
 from layers.linear import StackedLinear, SummedLinear
-from layers.moe import SparseMoE
+from layers.moe import EXPERT_NAMES, SparseMoE
 from layers.norm import JointRMSNorm, RMSNorm
 from layers.place import Place
 from layers.placement import Placement
 from layers.radix_attention import KVCache, RadixAttention
 from layers.ranks import Addend, whole
+from layers.short_conv import ShortConv
 from layers.vocabulary import Embedding, LogitsHead
 from layers.weight import Weight
 from memory_pool.kv_layout import KVLayout
@@ -151,19 +152,29 @@ class Attention(nn.Module):
             yield f"{name}.sinks", self.sinks
 
 
+Mixer = Attention | GatedDeltaNet | ShortConv
+"""What mixes the tokens of a sequence."""
+
+
 class FeedForward(nn.Module):
-    """`down(activation(gate(x)) * up(x))`: SwiGLU or GeGLU, as `config.activation` says."""
+    """`down(activation(gate(x)) * up(x))`: SwiGLU or GeGLU, as `config.activation` says.
+
+    `names` are those of the gate, up and down projections in a checkpoint, which may store the first two as one,
+    `packed_as`.
+    """
 
     def __init__(
         self,
         config: ModelConfig,
         *,
         packed_as: str | None = None,
+        names: Sequence[str] = EXPERT_NAMES,
         placement: Placement,
     ) -> None:
         super().__init__()
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        parts = {"gate_proj": inner, "up_proj": inner}
+        gate, up, self.down_name = names
+        parts = {gate: inner, up: inner}
         self.gate_up = StackedLinear(hidden, parts, packed_as=packed_as, bias=bias, placement=placement)
         self.activation = partial(
             ACTIVATIONS[config.activation], impl=placement.impl, deterministic=placement.deterministic
@@ -192,7 +203,7 @@ class FeedForward(nn.Module):
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
         yield from self.gate_up.checkpoint_tensors(name)
-        yield from self.down.checkpoint_tensors(f"{name}.down_proj")
+        yield from self.down.checkpoint_tensors(f"{name}.{self.down_name}")
 
 
 class Block(nn.Module):
@@ -215,7 +226,7 @@ class Block(nn.Module):
         self,
         *,
         attention_norm: RMSNorm,
-        attention: Attention | GatedDeltaNet,
+        attention: Mixer,
         feed_forward_norm: RMSNorm,
         feed_forward: FeedForward | SparseMoE,
     ) -> None:
@@ -247,7 +258,7 @@ def _normed(
     norm: RMSNorm,
     hidden: Addend,
     residual: Tensor | None,
-    consumer: Attention | GatedDeltaNet | FeedForward | SparseMoE,
+    consumer: Mixer | FeedForward | SparseMoE,
 ) -> tuple[Hidden, Tensor]:
     """`hidden`, plus the residual if there is one, normed as its only consumer takes it; and the sum."""
     if consumer.input_groups is not None:

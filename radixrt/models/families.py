@@ -44,6 +44,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Qwen3_5MoeForCausalLM": Family(
             "Qwen3.5 MoE", "radixrt.models.qwen_hybrid", "Qwen3_5Moe", "Qwen3.5 mixtures (text)"
         ),
+        "Lfm2ForCausalLM": Family(
+            "LFM2", "radixrt.models.lfm2", "Lfm2", "LFM2 350M, 700M, 1.2B, 2.6B, LFM2.5 1.2B"
+        ),
+        "Lfm2MoeForCausalLM": Family("LFM2 MoE", "radixrt.models.lfm2", "Lfm2Moe", "LFM2 8B-A1B"),
         "MixtralForCausalLM": Family("Mixtral", "radixrt.models.mixtral", "Mixtral", "Mixtral 8x7B"),
         "Phi3ForCausalLM": Family(
             "Phi-3", "radixrt.models.phi", "Phi3", "Phi-3 mini, Phi-3.5 mini, Phi-4, Phi-4 mini"

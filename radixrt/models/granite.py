@@ -4,7 +4,6 @@ where it is dense and has attention alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -12,7 +11,6 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from layers.input_metadata import InputMetadata
-from layers.place import Place
 from layers.placement import Placement
 from layers.radix_attention import KVCache
 from layers.ranks import Addend, whole
@@ -133,14 +131,6 @@ class Granite4Config(GraniteConfig):
         }
 
 
-class Granite4FeedForward(FeedForward):
-    """Its names."""
-
-    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
-        yield from self.gate_up.checkpoint_tensors(name)
-        yield from self.down.checkpoint_tensors(f"{name}.output_linear")
-
-
 class Granite4Block(GraniteBlock):
     checkpoint_names = MappingProxyType({**Block.checkpoint_names, "feed_forward": "shared_mlp"})
 
@@ -152,4 +142,5 @@ class Granite4(Granite):
     granite_class = Granite4Block
 
     def build_feed_forward(self, layer_id: int) -> FeedForward:
-        return Granite4FeedForward(self.config, packed_as="input_linear", placement=self.placement)
+        names = "gate_proj", "up_proj", "output_linear"
+        return FeedForward(self.config, packed_as="input_linear", names=names, placement=self.placement)

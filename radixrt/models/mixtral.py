@@ -38,8 +38,9 @@ class MixtureConfig(ModelConfig):
 
     @classmethod
     def read_family(cls, source: Any) -> dict[str, Any]:
-        if source.hidden_act != "silu":
-            raise ModelError(f"experts with hidden_act {source.hidden_act!r} are not supported; 'silu' is")
+        activation = getattr(source, "hidden_act", "silu")  # LFM2's configs have none
+        if activation != "silu":
+            raise ModelError(f"experts with hidden_act {activation!r} are not supported; 'silu' is")
         num_experts = getattr(source, cls.experts_field)
         if not 1 <= source.num_experts_per_tok <= num_experts:
             raise ModelError(f"num_experts_per_tok is {source.num_experts_per_tok}; it must be 1 to {num_experts}")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,12 +21,9 @@ from layers.quantization import Quantization
 from layers.ranks import ALONE
 from memory_pool.kv_layout import StateLayout
 from radixrt.errors import ModelError
-from radixrt.models.config import ModelConfig
 from radixrt.models.decoder import Attention, Block, Decoder, FeedForward
 from radixrt.models.mixtral import MixtureConfig, split_experts
-
-if TYPE_CHECKING:
-    from typing import Self
+from radixrt.models.recurrent import RecurrentConfig
 
 # Projections whose outputs are stored head by head, and what each is made of here.
 _PARTS = MappingProxyType(
@@ -41,10 +38,10 @@ _AHEAD = "mtp."  # begins the names of layers that predict tokens ahead, which a
 
 
 @dataclass(frozen=True)
-class HybridConfig(ModelConfig):
+class HybridConfig(RecurrentConfig):
     """The sizes of layers that are gated delta nets: see `DeltaSizes`."""
 
-    has_recurrent_layers: ClassVar[bool] = True
+    recurrent_type: ClassVar[str | None] = "linear_attention"
 
     num_key_heads: int
     num_value_heads: int
@@ -94,23 +91,16 @@ class HybridConfig(ModelConfig):
                 f"linear_num_key_heads {self.num_key_heads}"
             )
 
-    def for_ranks(self, size: int) -> Self:
-        if size > 1:
-            raise ModelError(
-                f"tensor_parallel_size is {size}, but {self.told_states}, which one rank alone computes"
-            )
-        return super().for_ranks(size)
-
-    def check_stages(self, count: int) -> None:
-        if count > 1:
-            raise ModelError(
-                f"pipeline_parallel_size is {count}, but {self.told_states}, which one stage alone computes"
-            )
-
     def state_layout(self, num_layers: int, dtype: torch.dtype) -> StateLayout:
         sizes = self.delta_sizes
         matrices = sizes.num_value_heads, sizes.key_dim, sizes.value_dim
         return StateLayout(num_layers, sizes.channels, sizes.conv_width, *matrices, dtype)
+
+    @property
+    def recurrent_weights(self) -> int:
+        sizes = self.delta_sizes
+        # Of queries, keys and values; of gates and the output; of decays and shares.
+        return self.hidden_size * (sizes.channels + 2 * sizes.values + 2 * sizes.num_value_heads)
 
 
 class RecurrentBlock(Block):

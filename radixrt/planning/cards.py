@@ -55,10 +55,7 @@ def _recurrent_layers(config: ModelConfig) -> RecurrentLayers | None:
     states = config.kv_layout(config.dtype).states
     if states is None:
         return None
-    values = states.num_heads * states.value_dim
-    # Of queries, keys and values; of gates and the output; of decays and shares.
-    outputs = states.conv_channels + 2 * values + 2 * states.num_heads
-    return RecurrentLayers(states.num_layers, config.hidden_size * outputs, states.bytes_per_state)
+    return RecurrentLayers(states.num_layers, config.recurrent_weights, states.bytes_per_state)
 
 
 @dataclass(frozen=True)

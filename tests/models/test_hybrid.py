@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from layers.weight import Weight
 from memory_pool.kv_layout import KVLayout, StateLayout
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
@@ -28,7 +29,7 @@ from radixrt.execution.memory_budget import largest_pass, pool_slots, pool_state
 from radixrt.execution.model_runner import ModelRunner, Tuning
 from radixrt.execution.pass_builder import PassKey
 from radixrt.limits import NO_PASSES, PassLimits, requests_with_states
-from radixrt.models.decoder import Decoder
+from radixrt.models.decoder import Attention, Decoder
 from radixrt.models.loader import load_model
 from radixrt.models.qwen_hybrid import _regrouped
 from radixrt.planning.cards import shape_of
@@ -43,6 +44,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen3.5": partial(checkpoints.qwen3_5, tie_word_embeddings=True),
     "qwen3.5-moe": checkpoints.qwen3_5_moe,
     "qwen3.5, the text of a model with images": checkpoints.qwen3_5_with_images,
+    "lfm2": checkpoints.lfm2,
+    "lfm2-moe": partial(checkpoints.lfm2_moe, conv_bias=True, num_dense_layers=0),
 }
 
 
@@ -185,9 +188,9 @@ def states(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def test_padded_passes_find_what_others_do(folder: Path) -> None:
+def test_padded_passes_find_what_others_do(reference: tuple[Any, Path]) -> None:
     """Rows leave other states than they begin with, also from decode to decode of the same rows."""
-    model = load_model(folder, device=CPU)[0]
+    model = load_model(reference[1], device=CPU)[0]
     rows, lens = np.array([2, 0, 4], np.int32), np.array([8, 4, 2], np.int32)
     passes = [plain_pass(rows, [0, 0, 0], [7, 3, 1], state_reads=states(0, 0, 0), state_writes=states(3, 7, 1))]
     begun = states(3, 7, 1)
@@ -323,6 +326,21 @@ def test_layouts(folder: Path) -> None:
     assert model.num_unlike_blocks == 2
 
 
+def test_layouts_without_matrices(tmp_path: Path) -> None:
+    """As the first configs name layers and sizes."""
+    file = checkpoints.write(checkpoints.lfm2(), tmp_path) / "config.json"
+    given = json.loads(file.read_text())
+    for name in ("layer_types", "intermediate_size", "tie_word_embeddings"):
+        del given[name]
+    first = {"full_attn_idxs": [1], "block_ff_dim": 48, "tie_embedding": True}
+    file.write_text(json.dumps(given | first))
+    model, config = load_model(tmp_path, device=CPU, dtype="bfloat16")
+    layout = model.kv_layout(torch.bfloat16)
+    assert layout == KVLayout(1, 2, 8, torch.bfloat16, StateLayout(2, 32, 4, 0, 0, 0, torch.bfloat16))
+    assert layout.bytes_per_state == 2 * 32 * 3 * 2
+    assert (config.intermediate_size, config.tie_word_embeddings) == (60, True)
+
+
 def test_random_weights(folder: Path) -> None:
     with Runtime(folder, device="cpu", load_format="dummy", max_total_tokens=300) as runtime:
         assert [len(tokens) for tokens in answers(runtime, prompts(20, 5))] == [12, 12]
@@ -392,6 +410,9 @@ def test_the_costs_that_plans_are_made_of(reference: tuple[Any, Path]) -> None:
     held = sum(weight.numel() * weight.itemsize for weight in model.parameters())
     embeddings = 0 if config.tie_word_embeddings else model.embedding.weight.nbytes
     assert shape.weight_bytes == pytest.approx(held - embeddings, rel=0.15)  # one has a dense layer
+    recurrent = next(block.attention for block in model.blocks if not isinstance(block.attention, Attention))
+    weights = [part for part in recurrent.modules() if isinstance(part, Weight)]
+    assert sum(weight.shape.numel() for weight in weights) == config.recurrent_weights
 
 
 # --- what is refused ---
@@ -412,6 +433,13 @@ def test_the_costs_that_plans_are_made_of(reference: tuple[Any, Path]) -> None:
 def test_what_states_cannot_do(folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises((ModelError, ParameterError), match=message):
         Runtime(folder, device="cpu", max_total_tokens=300, **options)
+
+
+@pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_one_rank_computes_short_convolutions(option: str, tmp_path: Path) -> None:
+    checkpoints.write(checkpoints.lfm2(), tmp_path)
+    with pytest.raises(ModelError, match=f"{option} is 2, but layers of a Lfm2ForCausalLM keep a state"):
+        Runtime(tmp_path, device="cpu", max_total_tokens=300, **{option: 2})
 
 
 def test_caches_are_not_kept(folder: Path, tmp_path: Path) -> None:
@@ -436,6 +464,26 @@ def test_caches_are_not_kept(folder: Path, tmp_path: Path) -> None:
 )
 def test_configs_that_make_no_sense(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     file = checkpoints.write(checkpoints.qwen3_5(), tmp_path) / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    with pytest.raises(ModelError, match=message):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "message"),
+    [
+        (checkpoints.lfm2, {"conv_L_cache": 1}, "conv_L_cache is 1; it must be a whole number from 2 to 256"),
+        (checkpoints.lfm2, {"block_ffn_dim_multiplier": 1e9}, "intermediate_size is 32,000,000,000; it must be"),
+        (checkpoints.lfm2, {"block_multiple_of": 0}, "config.json cannot be used"),
+        (checkpoints.lfm2, {"layer_types": ["linear_attention"] * 3}, "sliding_attention and conv are"),
+        (checkpoints.lfm2, {"layer_types": ["conv"] * 3}, "none of the 3 layers has attention"),
+        (checkpoints.lfm2_moe, {"use_expert_bias": False}, "use_expert_bias is False, which is not supported"),
+    ],
+)
+def test_configs_of_short_convolutions_that_make_no_sense(
+    tmp_path: Path, make: Callable[[], Any], changes: dict[str, Any], message: str
+) -> None:
+    file = checkpoints.write(make(), tmp_path) / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
     with pytest.raises(ModelError, match=message):
         load_model(tmp_path)

@@ -108,6 +108,18 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen3.5-moe": checkpoints.qwen3_5_moe,
     "qwen3.5, the text of a model with images": partial(checkpoints.qwen3_5_with_images, tie_word_embeddings=True),
     "qwen3.5-moe, the text of a model with images": checkpoints.qwen3_5_moe_with_images,
+    "lfm2": checkpoints.lfm2,
+    "lfm2 with biases, its size as it is": partial(
+        checkpoints.lfm2,
+        conv_bias=True,
+        conv_L_cache=3,
+        block_auto_adjust_ff_dim=False,
+        tie_word_embeddings=False,
+    ),
+    "lfm2-moe": checkpoints.lfm2_moe,
+    "lfm2-moe with biases, not renormalised": partial(
+        checkpoints.lfm2_moe, conv_bias=True, norm_topk_prob=False, num_dense_layers=0
+    ),
     "gpt-oss": checkpoints.gpt_oss,
     "gpt-oss without groups and windows": partial(
         checkpoints.gpt_oss, num_key_value_heads=6, layer_types=["full_attention"] * 2
@@ -367,7 +379,7 @@ def test_long_rope_follows_the_context_length(changes: dict[str, Any], tmp_path:
     assert not torch.allclose(longer.run((0, a[:16], 0))[0], dense(reference, a[:16]), atol=0.1)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2", "mixtral", "qwen3.5", "qwen3-next"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2", "mixtral", "qwen3.5", "qwen3-next", "lfm2"])
 def test_bfloat16_keeps_close(family: str, tmp_path: Path, device: torch.device) -> None:
     """Our bfloat16 logits are no farther from float32's than twice transformers' own."""
     reference = MODELS[family]()

@@ -46,6 +46,7 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "experts in channels": (checkpoints.mixtral, "compressed channels"),
     "packed": (checkpoints.phi3, "compressed channels"),
+    "short convolutions": (partial(checkpoints.lfm2, **SHAPE, block_auto_adjust_ff_dim=False), "fp8 blocks"),
     "rows in another order": (checkpoints.glm4, "compressed channels"),
     "the text of a model with images": (checkpoints.mistral_with_images, "compressed channels"),
 }
@@ -102,7 +103,7 @@ def quantise_inputs(reference: Any, scales: Scales) -> None:
             module.register_forward_pre_hook(rounded)
 
 
-@pytest.mark.parametrize("name", ["fp8 blocks", "fp8 tensors", "biases", "packed"])
+@pytest.mark.parametrize("name", ["fp8 blocks", "fp8 tensors", "biases", "packed", "short convolutions"])
 def test_held_weights_are_multiplied_as_they_are_stored(
     name: str, tmp_path: Path, holding: dict[str, Any]
 ) -> None:

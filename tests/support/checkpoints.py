@@ -33,6 +33,10 @@ from transformers import (
     GraniteMoeHybridForCausalLM,
     HunYuanDenseV1Config,
     HunYuanDenseV1ForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Ministral3Config,
@@ -347,6 +351,40 @@ def qwen3_5_moe(seed: int = 0, **changes: Any) -> Qwen3_5MoeForCausalLM:
     return _build(Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, seed, {**own, **changes})
 
 
+# Two layers that are short convolutions, attention between them. What those add is of the fifth degree in weights:
+# with larger ones, attention would not show.
+_SHORT_CONVS: dict[str, Any] = {
+    "initializer_range": 0.2,
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "conv_L_cache": 4,
+}
+
+
+def lfm2(seed: int = 0, **changes: Any) -> Lfm2ForCausalLM:
+    """Of an intermediate size that is adjusted, to 60."""
+    own = {**_SHORT_CONVS, "block_ffn_dim_multiplier": 1.3, "block_multiple_of": 20}
+    return _build(Lfm2ForCausalLM, Lfm2Config, seed, {**own, **changes})
+
+
+def lfm2_moe(seed: int = 0, **changes: Any) -> Lfm2MoeForCausalLM:
+    """Its first layer is dense."""
+    own = {
+        **_SHORT_CONVS,
+        "num_dense_layers": 1,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "routed_scaling_factor": 1.7,
+    }
+    model = _build(Lfm2MoeForCausalLM, Lfm2MoeConfig, seed, {**own, **changes})
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.uniform_(-0.3, 0.3)
+    return model
+
+
 def gpt_oss(seed: int = 0, **changes: Any) -> GptOssForCausalLM:
     """Its first layer has a window. Biases of the experts bring many of their gates beyond the clamp."""
     own = {
@@ -483,6 +521,8 @@ def _build(model_class: Any, config_class: Any, seed: int, changes: dict[str, An
                 parameter.uniform_(-4.0, 0.0)
             elif "linear_key_head_dim" in changes and name.endswith("o_proj.weight"):
                 parameter.normal_(std=0.4)
+            elif name.endswith("self_attn.out_proj.weight"):  # LFM2's, beside convolutions
+                parameter.normal_(std=0.6)
             elif "linear_attn.norm" in name:  # of heads, not centred
                 parameter.uniform_(0.5, 1.5)
             elif "norm" in name:

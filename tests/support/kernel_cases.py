@@ -925,6 +925,10 @@ def _recurrent_cases() -> Iterator[KernelCase]:
         few = size == 8192 and dtype == torch.bfloat16
         name = f"{size} x {width}, {SHORT_NAMES[dtype]}, {'with' if has_bias else 'no'} bias"
         yield KernelCase(causal_conv, name, partial(_causal_conv, size, width, dtype, has_bias), few)
+    for size, dtype in product((2048, 1000), SHORT_NAMES):
+        few = size == 2048 and dtype == torch.bfloat16
+        call = partial(_causal_conv, size, 3, dtype, size == 1000, gated=True)
+        yield KernelCase(causal_conv, f"{size} x 3, {SHORT_NAMES[dtype]}, gated", call, few)
     for size, dtype in product((128, 64, 80), SHORT_NAMES):
         heads = torch.empty(4096, 32, size, dtype=dtype)
         gate = torch.empty(4096, 32 * size + 64, dtype=dtype)[:, : 32 * size].unflatten(1, (32, size))
@@ -950,9 +954,11 @@ def _gated_delta(dims: tuple[int, int], dtype: torch.dtype, num_extends: int, ba
     gated_delta(q, k, v, a, b, vector.float(), vector, states, rows, impl="triton")
 
 
-def _causal_conv(size: int, width: int, dtype: torch.dtype, has_bias: bool) -> None:
+def _causal_conv(size: int, width: int, dtype: torch.dtype, has_bias: bool, *, gated: bool = False) -> None:
     """Of columns of a projection."""
-    x, weight = torch.empty(4096, size + 4096, dtype=dtype)[:, :size], torch.empty(size, width, dtype=dtype)
+    x, *gates, _ = torch.empty(4096, 3 * size + 4096, dtype=dtype).split([size, size, size, 4096], 1)
+    weight = torch.empty(size, width, dtype=dtype)
     states = torch.empty(3, size, width - 1, dtype=dtype)
     bias = torch.empty(size, dtype=dtype) if has_bias else None
-    causal_conv(x, weight, bias, states, _state_rows(2, 64), impl="triton")
+    given = (gates[0], gates[1]) if gated else None
+    causal_conv(x, weight, bias, states, _state_rows(2, 64), gates=given, impl="triton")

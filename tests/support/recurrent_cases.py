@@ -123,18 +123,26 @@ class DeltaInputs:
 
 
 def expected_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, rows: StateRows
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    rows: StateRows,
+    gates: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The outputs of `causal_conv` and all states afterwards, in float64."""
+    """The outputs of `causal_conv` and all states afterwards, in float64 but for gated inputs."""
+    if gates is not None:
+        x = gates[0] * x
     out, left = x.double().clone(), states.double().clone()
     left[0] = 0.0
     for start, length, begins, ends in rows.tolist():
         if length:
             begun = states[begins].double() if begins else torch.zeros_like(left[0])
-            inputs = torch.cat([begun, x[start : start + length].T.double()], 1)
+            of = slice(start, start + length)
+            inputs = torch.cat([begun, x[of].T.double()], 1)
             wide = None if bias is None else bias.double()
             convolved = conv1d(inputs[None], weight.double()[:, None], wide, groups=len(weight))
-            out[start : start + length] = silu(convolved)[0].T
+            out[of] = silu(convolved)[0].T if gates is None else convolved[0].T * gates[1][of]
             if ends:
                 left[ends] = inputs[:, length:]
     return out, left

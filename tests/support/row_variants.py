@@ -73,6 +73,7 @@ def calls(count: int) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "gated_rms_norm", partial(gated_rms_norm, heads, heads, bf16(128), 1e-6, impl="triton")
     for name, num_extends in (("steps", 0), ("extends", count)):
         yield f"causal_conv, {name}", partial(convolve, count, num_extends)
+        yield f"causal_conv, gated, {name}", partial(convolve, count, num_extends, gated=True)
         yield f"gated_delta, {name}", partial(learn, count, num_extends)
 
 
@@ -81,9 +82,10 @@ def state_rows(count: int, num_extends: int) -> StateRows:
     return StateRows(ints, ints, ints, ints, num_extends)
 
 
-def convolve(count: int, num_extends: int) -> None:
-    rows = state_rows(count, num_extends)
-    causal_conv(bf16(count, 8192), bf16(8192, 4), None, bf16(3, 8192, 3), rows, impl="triton")
+def convolve(count: int, num_extends: int, *, gated: bool = False) -> None:
+    x, before, after = bf16(count, 3 * 8192).chunk(3, 1)
+    gates, rows = (before, after) if gated else None, state_rows(count, num_extends)
+    causal_conv(x, bf16(8192, 4), None, bf16(3, 8192, 3), rows, gates=gates, impl="triton")
 
 
 def learn(count: int, num_extends: int) -> None:

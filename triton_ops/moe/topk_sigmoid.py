@@ -9,8 +9,6 @@ from triton_ops.activations.elementwise import as_rows
 from triton_ops.implementation import Impl, cdiv, next_power_of_2, runs_triton, tl, triton
 from triton_ops.tuning import row_blocks
 
-TINY = 1e-20  # beside a sum of weights that may be 0
-
 
 def topk_sigmoid(
     logits: Tensor,
@@ -19,6 +17,7 @@ def topk_sigmoid(
     *,
     renormalize: bool,
     factor: float = 1.0,
+    tiny: float = 1e-20,
     num_groups: int = 1,
     top_groups: int = 1,
     impl: Impl = "auto",
@@ -27,8 +26,8 @@ def topk_sigmoid(
 
     An expert's score is the sigmoid of its logit. The choice goes by scores plus `correction`, which evens the
     load, the first of equals before the others; weights are the scores alone, with `renormalize` divided by their
-    sum, times `factor`. With several groups of experts, side by side and of one size, the choice is among those of
-    the `top_groups` whose two best experts have the greatest sum.
+    sum plus `tiny`, as it may be 0, times `factor`. With several groups of experts, side by side and of one size,
+    the choice is among those of the `top_groups` whose two best experts have the greatest sum.
 
     Args:
         logits: `[num_tokens, num_experts]` in any float dtype.
@@ -37,7 +36,7 @@ def topk_sigmoid(
     Groups are for the torch form alone, whatever `impl` is; it waits for no device.
     """
     if num_groups == 1 and runs_triton(impl, logits.device):
-        return _launch(logits, correction, top_k, renormalize, factor)
+        return _launch(logits, correction, top_k, renormalize, factor, tiny)
     scores = 1.0 / (1.0 + torch.exp(-logits.float()))  # torch's sigmoid: other bits at other places, on a CPU
     choice = scores + correction
     if num_groups > 1:
@@ -49,12 +48,12 @@ def topk_sigmoid(
     experts = choice.sort(dim=-1, descending=True, stable=True).indices[..., :top_k].contiguous()
     weights = scores.gather(-1, experts)
     if renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+        weights = weights / (weights.sum(-1, keepdim=True) + tiny)
     return weights * factor, experts
 
 
 def _launch(
-    logits: Tensor, correction: Tensor, top_k: int, renormalize: bool, factor: float
+    logits: Tensor, correction: Tensor, top_k: int, renormalize: bool, factor: float, tiny: float
 ) -> tuple[Tensor, Tensor]:
     num_tokens, num_experts = logits.shape
     if not 1 <= top_k <= num_experts:
@@ -82,7 +81,7 @@ def _launch(
             NUM_EXPERTS=num_experts,
             BLOCK=block,
             ROWS=block_rows,
-            TINY=TINY,
+            TINY=tiny,
             num_warps=num_warps,
         )
     return weights, experts

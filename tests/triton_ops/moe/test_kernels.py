@@ -74,7 +74,7 @@ def test_topk_sigmoid(
         kernel_device, dtype
     )
     correction = (torch.randint(0, 5, (num_experts,), generator=chance) / 64).to(kernel_device)
-    options = {"renormalize": renormalize, "factor": 2.5}
+    options = {"renormalize": renormalize, "factor": 2.5, "tiny": 0.25}
     weights, experts = topk_sigmoid(logits, correction, top_k, **options, impl="triton")
     expected, expected_experts = topk_sigmoid(logits, correction, top_k, **options, impl="torch")
     assert (weights.dtype, experts.dtype) == (torch.float32, torch.int64)

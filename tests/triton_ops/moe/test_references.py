@@ -89,7 +89,7 @@ def test_topk_sigmoid(num_groups: int, top_groups: int, renormalize: bool, dtype
     num_experts, top_k, factor = 12, 3, 1.5
     logits, correction = random(20, num_experts, dtype=dtype), random(num_experts, seed=1) / 2
     options = {"renormalize": renormalize, "factor": factor, "num_groups": num_groups, "top_groups": top_groups}
-    weights, experts = topk_sigmoid(logits, correction, top_k, **options)
+    weights, experts = topk_sigmoid(logits, correction, top_k, **options, tiny=0.25)
     assert (weights.dtype, experts.dtype) == (torch.float32, torch.int64)
     size, scores = num_experts // num_groups, torch.sigmoid(logits.float())
     for row, w, e in zip(scores, weights, experts, strict=True):
@@ -98,5 +98,5 @@ def test_topk_sigmoid(num_groups: int, top_groups: int, renormalize: bool, dtype
         groups = sorted(range(num_groups), key=lambda g: best[g])[-top_groups:]
         among = [i for i in range(num_experts) if i // size in groups]
         assert e.tolist() == sorted(among, key=lambda i: -good[i])[:top_k]
-        expected = row[e] * factor / (row[e].sum() if renormalize else 1.0)
+        expected = row[e] * factor / (row[e].sum() + 0.25 if renormalize else 1.0)
         torch.testing.assert_close(w, expected, atol=1e-6, rtol=1e-5)

@@ -212,13 +212,20 @@ def test_values_of_other_tokens_are_not_read(kernel_device: torch.device) -> Non
     torch.testing.assert_close(out[:67].double(), expected[:67], atol=2e-6, rtol=2e-6)
 
 
-def check_conv(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, rows: StateRows) -> None:
+def check_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    rows: StateRows,
+    gates: tuple[Tensor, Tensor] | None = None,
+) -> None:
     """Outputs but for a rounding, and states exactly."""
     before, others = states.clone(), states.clone()
-    out = causal_conv(x, weight, bias, states, rows, impl="triton")
-    assert_same(out, causal_conv(x, weight, bias, others, rows, impl="torch"))
+    out = causal_conv(x, weight, bias, states, rows, gates=gates, impl="triton")
+    assert_same(out, causal_conv(x, weight, bias, others, rows, gates=gates, impl="torch"))
     assert torch.equal(states.nan_to_num(), others.nan_to_num())
-    _, left = expected_conv(x, weight, bias, before, rows)
+    _, left = expected_conv(x, weight, bias, before, rows, gates)
     assert torch.equal(states[1:].double(), left[1:])
 
 
@@ -235,6 +242,22 @@ def test_causal_conv(
     bias = random(287, dtype=dtype, device=kernel_device, seed=2) if has_bias else None
     states = random(12, 287, width - 1, dtype=dtype, device=kernel_device, seed=3)
     check_conv(x, weight, bias, states, rows)
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@pytest.mark.parametrize(("width", "has_bias"), [(3, False), (4, True), (2, False)])
+@pytest.mark.parametrize("lens", [(1, 0, 1), (40, 2, 1, 0, 3), (16, 17, 15), (0,)])
+def test_gated_causal_conv(
+    lens: Sequence[int], width: int, has_bias: bool, dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    """Gates and inputs are columns of one projection, or not."""
+    rows = state_rows(lens, kernel_device)
+    before, after, x, _ = random(sum(lens), 870, dtype=dtype, device=kernel_device).split([287, 287, 287, 9], 1)
+    weight = random(287, width, dtype=dtype, device=kernel_device, seed=1)
+    bias = random(287, dtype=dtype, device=kernel_device, seed=2) if has_bias else None
+    states = random(12, 287, width - 1, dtype=dtype, device=kernel_device, seed=3)
+    check_conv(x, weight, bias, states.clone(), rows, (before, after))
+    check_conv(x.contiguous(), weight, bias, states, rows, (before, torch.cat([after, x], 1)[:, :287]))
 
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)

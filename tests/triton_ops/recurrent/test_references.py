@@ -159,15 +159,17 @@ def test_state_0_is_zeros_and_is_not_kept() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lens", LENS)
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("width", "has_bias"), [(4, False), (4, True), (2, False), (7, True)])
-def test_causal_conv(lens: tuple[int, ...], width: int, has_bias: bool, dtype: torch.dtype) -> None:
+def test_causal_conv(lens: tuple[int, ...], width: int, has_bias: bool, gated: bool, dtype: torch.dtype) -> None:
     rows = state_rows(lens)
-    x = random(sum(lens), 40, dtype=dtype)[:, 4:37]
+    x, *gates = random(sum(lens), 103, dtype=dtype)[:, 4:].split(33, 1)
+    given = (gates[0], gates[1]) if gated else None
     weight, bias = random(33, width, dtype=dtype, seed=1), random(33, dtype=dtype, seed=2) if has_bias else None
     states = random(12, 33, width - 1, dtype=dtype, seed=3)
     before = states.clone()
-    out, left = expected_conv(x, weight, bias, states, rows)
-    assert_matches(causal_conv(x, weight, bias, states, rows), out, dtype)
+    out, left = expected_conv(x, weight, bias, states, rows, given)
+    assert_matches(causal_conv(x, weight, bias, states, rows, gates=given), out, dtype)
     assert_states(states, left, before, rows.write_to[rows.lens > 0], 0.0)
 
 
@@ -176,6 +178,10 @@ def test_causal_conv_is_that_of_transformers() -> None:
     expected = causal_conv1d_fn(x.T[None], weight, bias, "silu")[0].T
     rows = state_rows([50], read_from=[0], write_to=[1])
     out = causal_conv(x, weight, bias, torch.zeros(2, 24, 3), rows)
+    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-6)
+    gates = random(50, 24, seed=3), random(50, 24, seed=4)
+    expected = gates[1] * causal_conv1d_fn((gates[0] * x).T[None], weight, bias)[0].T
+    out = causal_conv(x, weight, bias, torch.zeros(2, 24, 3), rows, gates=gates)
     torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-6)
 
 
@@ -213,13 +219,14 @@ def conv_bits(dtype: torch.dtype) -> tuple[Callable[..., tuple[Tensor, ...]], tu
     make = partial(random, dtype=dtype)
     weight, bias = make(33, 4, seed=1), make(33, seed=2)
 
-    def op(x: Tensor, states: Tensor) -> tuple[Tensor, ...]:
+    def op(x: Tensor, before: Tensor, after: Tensor, states: Tensor) -> tuple[Tensor, ...]:
         pool = torch.cat([torch.zeros_like(states[:1]), states])
-        numbers = range(1, len(x) + 1)
+        numbers, other = range(1, len(x) + 1), pool.clone()
         rows = state_rows([1] * len(x), read_from=numbers, write_to=numbers)
-        return causal_conv(x, weight, bias, pool, rows), pool[1:]
+        gated = causal_conv(x, weight, bias, other, rows, gates=(before, after))
+        return causal_conv(x, weight, bias, pool, rows), pool[1:], gated, other[1:]
 
-    return op, (make(ROWS, 33, seed=3), make(ROWS, 33, 3, seed=4))
+    return op, (*(make(ROWS, 33, seed=seed) for seed in (3, 5, 6)), make(ROWS, 33, 3, seed=4))
 
 
 def norm_bits(dtype: torch.dtype) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
@@ -288,6 +295,12 @@ def test_wrong_arguments_are_named() -> None:
     ):
         with pytest.raises(ValueError, match=match):
             causal_conv(*given, rows)
+    for gates, match in (
+        ((x, x[:2]), r"after must be \[3, 8\] in torch.float32, but is \[2, 8\]"),
+        ((x.repeat(1, 2)[:, ::2], x), r"before must be \[T, C\], rows contiguous"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            causal_conv(x, weight, None, states, rows, gates=gates)
     heads = random(3, 2, 8)
     with pytest.raises(ValueError, match=r"gate must be \[3, 2, 8\] in torch.float32"):
         gated_rms_norm(heads, heads[:2], weight[:, 0].contiguous(), 1e-6)

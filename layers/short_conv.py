@@ -1,0 +1,67 @@
+"""ShortConv: a short causal convolution between two gates, in the place of attention."""
+
+# Tests: tests/models/test_parity.py, tests/models/test_hybrid.py
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from layers.input_metadata import InputMetadata
+from layers.linear import Linear, SummedLinear
+from layers.place import Place
+from layers.placement import Layer, Placement
+from layers.radix_attention import KVCache
+from layers.ranks import Addend
+from triton_ops.activations.quantised_rows import QuantisedRows
+from triton_ops.recurrent.causal_conv import causal_conv
+
+
+class ShortConv(Layer):
+    """`output(c * conv(b * x))`, where b, c and x `[T, hidden_size]` are projections of the layer's input: LFM2
+    (Liquid AI, 2025). What it keeps of a sequence are the last inputs of the convolution, `b * x`.
+
+    `layer_id` counts the layers that keep states; `width` is the convolution's. `bias`: it has one, and so have
+    the projections.
+    """
+
+    def __init__(self, layer_id: int, hidden_size: int, width: int, *, bias: bool, placement: Placement) -> None:
+        super().__init__()
+        self.layer_id, self.impl = layer_id, placement.impl
+        self.bcx = Linear(hidden_size, 3 * hidden_size, bias=bias, placement=placement)
+        self.conv = placement.parameter(hidden_size, width)
+        self.conv_bias = placement.parameter(hidden_size) if bias else None
+        self.output = SummedLinear(hidden_size, hidden_size, bias=bias, placement=placement)
+
+    @property
+    def input_groups(self) -> bool | None:
+        """As `Linear.input_groups`."""
+        return self.bcx.input_groups
+
+    def forward(
+        self,
+        hidden: Tensor | QuantisedRows,
+        metadata: InputMetadata,
+        kv_pool: KVCache,
+        *,
+        split_k_ok: bool = False,
+    ) -> Addend:
+        """`hidden [T, hidden_size]` to the same shape, or to parts if they are allowed: see `Linear.forward`. The
+        states that the pass's rows leave are written to the pool.
+        """
+        rows, pool = metadata.states, kv_pool.states
+        assert rows is not None
+        assert pool is not None
+        b, c, x = self.bcx(hidden).chunk(3, dim=1)
+        states = pool.view(self.layer_id).conv
+        mixed = causal_conv(x, self.conv, self.conv_bias, states, rows, gates=(b, c), impl=self.impl)
+        out: Addend = self.output(mixed, split_k_ok=split_k_ok)
+        return out
+
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
+        yield from self.bcx.checkpoint_tensors(f"{name}.in_proj")
+        yield f"{name}.conv.weight", self.conv.unsqueeze(1)
+        if self.conv_bias is not None:
+            yield f"{name}.conv.bias", self.conv_bias
+        yield from self.output.checkpoint_tensors(f"{name}.out_proj")
