@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,9 +25,6 @@ from radixrt.models.config import ModelConfig
 from radixrt.models.decoder import Attention, Block, Decoder, FeedForward
 from radixrt.models.mixtral import MixtureConfig, split_experts
 
-if TYPE_CHECKING:
-    from typing import Self
-
 # Projections whose outputs are stored head by head, and what each is made of here.
 _PARTS = MappingProxyType(
     {
@@ -45,6 +42,14 @@ class HybridConfig(ModelConfig):
     """The sizes of layers that are gated delta nets: see `DeltaSizes`."""
 
     has_recurrent_layers: ClassVar[bool] = True
+    inner_sizes: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            **ModelConfig.inner_sizes,
+            "num_key_heads": "linear_num_key_heads",
+            "num_value_heads": "linear_num_value_heads",
+        }
+    )
+    output_sizes: ClassVar[frozenset[str]] = ModelConfig.output_sizes | {"num_key_heads"}
 
     num_key_heads: int
     num_value_heads: int
@@ -94,18 +99,9 @@ class HybridConfig(ModelConfig):
                 f"linear_num_key_heads {self.num_key_heads}"
             )
 
-    def for_ranks(self, size: int) -> Self:
-        if size > 1:
-            raise ModelError(
-                f"tensor_parallel_size is {size}, but {self.told_states}, which one rank alone computes"
-            )
-        return super().for_ranks(size)
-
-    def check_stages(self, count: int) -> None:
-        if count > 1:
-            raise ModelError(
-                f"pipeline_parallel_size is {count}, but {self.told_states}, which one stage alone computes"
-            )
+    @property
+    def widths(self) -> dict[str, int]:
+        return {**super().widths, "num_key_heads": self.key_dim, "num_value_heads": self.value_dim}
 
     def state_layout(self, num_layers: int, dtype: torch.dtype) -> StateLayout:
         sizes = self.delta_sizes
@@ -201,7 +197,11 @@ class HybridMixtureConfig(HybridConfig, MixtureConfig):
     """`shared_size` is the shared expert's intermediate size. The rest as in `Qwen3MoeConfig`."""
 
     inner_sizes: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {**MixtureConfig.inner_sizes, "shared_size": "shared_expert_intermediate_size"}
+        {
+            **HybridConfig.inner_sizes,
+            **MixtureConfig.inner_sizes,
+            "shared_size": "shared_expert_intermediate_size",
+        }
     )
 
     shared_size: int
@@ -226,7 +226,9 @@ class HybridMixtureConfig(HybridConfig, MixtureConfig):
 
 
 class GatedSharedMoE(SparseMoE):
-    """A mixture beside which every token goes through a `shared` expert, as much of it as a gate says."""
+    """A mixture beside which every token goes through a `shared` expert, as much of it as a gate says. Its ranks are
+    not summed by itself: the gate is whole on each.
+    """
 
     def __init__(self, *sizes: int, shared: FeedForward, shared_gate: Linear, **options: Any) -> None:
         super().__init__(*sizes, **options)
