@@ -24,6 +24,7 @@ from radixrt.models.decoder import Decoder
 from radixrt.models.loader import load_model, reload_weights
 from radixrt.models.rank_part import rank_part
 from radixrt.models.registry import ARCHITECTURES
+from tests.models import test_hybrid
 from tests.models.test_int4_checkpoints import numbers_of, weights_of
 from tests.models.test_parity import MODELS, Session, prompt
 from tests.support import checkpoints, int4_checkpoints, quantised_checkpoints
@@ -211,7 +212,9 @@ def test_a_view_of_the_file_is_taken_or_packed_parts_joined() -> None:
         rank_part("x", stored, packed, own, ranks)
 
 
-@pytest.mark.parametrize("make", [checkpoints.llama, checkpoints.phi3, checkpoints.gpt_oss_in_mxfp4])
+@pytest.mark.parametrize(
+    "make", [checkpoints.llama, checkpoints.phi3, checkpoints.gpt_oss_in_mxfp4, checkpoints.qwen3_5]
+)
 def test_random_weights_are_those_of_one_rank(make: Callable[..., Any], tmp_path: Path) -> None:
     folder = checkpoints.write(make(vocab_size=DIVIDED), tmp_path)
     assert_same_logits(folder, 2, load_format="dummy")
@@ -253,7 +256,11 @@ def write_int4(
     return lambda folder: int4_checkpoints.write(make(**{**SHAPE, **changes}), folder, words)
 
 
-EXPERTS = {"moe_intermediate_size": 256}
+def write_hybrid(form: str, make: Callable[..., Any], **changes: Any) -> Callable[[Path], Any]:
+    return lambda folder: test_hybrid.write_e4m3(make, folder, form, **{**SHAPE, **changes})
+
+
+EXPERTS, SHARED = {"moe_intermediate_size": 256}, {"shared_expert_intermediate_size": 256}
 PACKED = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 512}
 QUANTISED: dict[str, Callable[[Path], Any]] = {
     **{form: write_e4m3(form, attention_bias=True) for form in quantised_checkpoints.FORMATS},
@@ -269,6 +276,8 @@ QUANTISED: dict[str, Callable[[Path], Any]] = {
     "pack-quantized, packed": write_int4(Words.COMPRESSED, checkpoints.phi3, **PACKED),
     "awq, experts": write_int4(Words.AWQ, checkpoints.qwen3_moe, **EXPERTS),
     "pack-quantized, experts": write_int4(Words.COMPRESSED, checkpoints.qwen3_moe, **EXPERTS),
+    "fp8 blocks, delta nets": write_hybrid("fp8 blocks", checkpoints.qwen3_next, **EXPERTS, **SHARED),
+    "compressed channels, delta nets": write_hybrid("compressed channels", checkpoints.qwen3_5),
 }
 
 
@@ -345,6 +354,13 @@ def test_what_does_not_divide_is_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(ModelError, match=f"^{message}"):
             replace(config, **changes).for_ranks(size)
+    _, hybrid = load_model(checkpoints.write(checkpoints.qwen3_5(), tmp_path / "hybrid"))
+    for changes, message in (
+        ({}, "linear_num_key_heads 2 is not a multiple of tensor_parallel_size 4"),
+        ({"num_key_heads": 4, "num_value_heads": 6}, "linear_num_value_heads 6 is not a multiple of "),
+    ):
+        with pytest.raises(ModelError, match=f"^{message}"):
+            replace(hybrid, **changes).for_ranks(4)
     assert config.for_ranks(1) == config
 
 
@@ -374,6 +390,14 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "words": (
         write_int4(Words.GPTQ, head_dim=4, num_attention_heads=64),
         f"num_key_value_heads gives a rank 4 of 8 features, but {INT4} 8,",
+    ),
+    "blocks of heads of a delta net's keys": (
+        write_hybrid("fp8 blocks", checkpoints.qwen3_5, linear_key_head_dim=64),
+        f"linear_num_key_heads gives a rank 64 of 128 features, but {E4M3} 128,",
+    ),
+    "blocks of heads of a delta net's values": (
+        write_hybrid("fp8 blocks", checkpoints.qwen3_5, linear_value_head_dim=96),
+        f"linear_num_value_heads gives a rank 192 of 384 features, but {E4M3} 128,",
     ),
     "groups of MXFP4": (
         lambda folder: checkpoints.write(checkpoints.gpt_oss_in_mxfp4(intermediate_size=96), folder),
