@@ -187,6 +187,37 @@ def test_what_a_rank_holds(tmp_path: Path) -> None:
             assert torch.equal(own[replicated], everything[replicated])
 
 
+def test_what_a_rank_holds_of_a_delta_net(tmp_path: Path) -> None:
+    """Half of the heads of queries, keys and values, each by itself; its shared expert's part is cut, the gate whole."""
+    folder = checkpoints.write(checkpoints.qwen3_next(), tmp_path)
+    whole, config = load_model(folder)
+    everything, net, mixture = whole.state_dict(), "blocks.0.attention.", "blocks.0.feed_forward."
+    for rank in range(2):
+        part, _ = load_model(folder, ranks=Ranks(rank, 2))
+        own, sizes = part.state_dict(), part.config.delta_sizes
+        assert (sizes.num_key_heads, sizes.num_value_heads, sizes.key_dim, sizes.value_dim) == (1, 2, 16, 8)
+        assert own.keys() == everything.keys()
+        expected = {
+            name: torch.cat([each.chunk(2)[rank] for each in everything[net + name].split(parts)])
+            for name, parts in (
+                ("qkvz.weight.values", (32, 32, 32, 32)),
+                ("conv", (32, 32, 32)),
+                ("ba.weight.values", (4, 4)),
+                ("a_log", (4,)),
+                ("dt_bias", (4,)),
+            )
+        }
+        expected["output.weight.values"] = everything[net + "output.weight.values"].chunk(2, 1)[rank]
+        expected["norm.weight"] = everything[net + "norm.weight"]
+        assert {net + name for name in expected} == {name for name in own if name.startswith(net)}
+        for name, right in expected.items():
+            assert torch.equal(own[net + name], right), name
+        down, gate = mixture + "shared.down.weight.values", mixture + "shared_gate.weight.values"
+        assert torch.equal(own[down], everything[down].chunk(2, 1)[rank])
+        assert torch.equal(own[gate], everything[gate])
+        assert part.kv_layout(torch.float32).bytes_per_state * 2 == config.kv_layout(torch.float32).bytes_per_state
+
+
 def test_a_view_of_the_file_is_taken_or_packed_parts_joined() -> None:
     """Rank 1 of 4: the second quarter of six rows to four, or of their columns."""
     stored, ranks = torch.arange(96).view(8, 12), Ranks(1, 4)
