@@ -43,9 +43,9 @@ class DeltaSizes:
         return self.num_value_heads * self.value_dim
 
     @property
-    def parts(self) -> tuple[int, int, int]:
+    def parts(self) -> list[int]:
         """Elements of all queries, keys and values of a token: the channels of the convolution."""
-        return self.keys, self.keys, self.values
+        return [self.keys, self.keys, self.values]
 
     @property
     def channels(self) -> int:
@@ -65,7 +65,7 @@ class GatedDeltaNet(Layer):
         super().__init__()
         self.layer_id, self.sizes, self.impl = layer_id, sizes, placement.impl
         # Two products: a checkpoint may quantise one, and leave the other as it is.
-        parts = {"in_proj_qkv": sizes.parts, "in_proj_z": (sizes.values,)}
+        parts = {"in_proj_qkv": sizes.parts, "in_proj_z": [sizes.values]}
         self.qkvz = StackedLinear(hidden_size, parts, packed_as=None, bias=False, placement=placement)
         of_heads = dict.fromkeys(("in_proj_b", "in_proj_a"), sizes.num_value_heads)
         self.ba = StackedLinear(hidden_size, of_heads, packed_as=None, bias=False, placement=placement)
@@ -105,7 +105,7 @@ class GatedDeltaNet(Layer):
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
         yield from self.qkvz.checkpoint_tensors(name)
         yield from self.ba.checkpoint_tensors(name)
-        yield f"{name}.conv1d.weight", Packed(self.conv.unsqueeze(1), self.sizes.parts)
+        yield f"{name}.conv1d.weight", Packed(self.conv.unsqueeze(1), tuple(self.sizes.parts))
         yield f"{name}.A_log", self.a_log
         yield f"{name}.dt_bias", self.dt_bias
         yield from self.norm.checkpoint_tensors(f"{name}.norm")

@@ -124,8 +124,8 @@ def assemble(config: RuntimeConfig, decoder: Decoder | None = None) -> Parts:
         model_config.for_ranks(config.tensor_parallel_size)
         if model_config.keeps_states and config.host_memory_gb:
             raise ParameterError(
-                f"host_memory_gb is {config.host_memory_gb:g}, but {model_config.told_states}, which several ranks "
-                "do not move to the host; leave it out"
+                f"host_memory_gb is {config.host_memory_gb:g}, but {model_config.told_states}, which several "
+                "ranks do not move to the host; leave it out"
             )
     followers = None if config.num_ranks == 1 else start_followers(config, device)
     try:

@@ -226,8 +226,8 @@ class HybridMixtureConfig(HybridConfig, MixtureConfig):
 
 
 class GatedSharedMoE(SparseMoE):
-    """A mixture beside which every token goes through a `shared` expert, as much of it as a gate says. Its ranks are
-    not summed by itself: the gate is whole on each.
+    """A mixture beside which every token goes through a `shared` expert, as much of it as a gate says. Each rank
+    has the whole gate; the expert's parts are summed with those of the others.
     """
 
     def __init__(self, *sizes: int, shared: FeedForward, shared_gate: Linear, **options: Any) -> None:

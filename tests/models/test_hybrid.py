@@ -9,7 +9,6 @@ import argparse
 import itertools
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -364,7 +363,8 @@ def test_states_of_a_stage_whose_layers_keep_none(folder: Path) -> None:
     """As many as there may be in other stages, of no bytes."""
     model, config = load_model(folder, device=CPU, stage=Stage(1, 3))
     layout = model.kv_layout(torch.float32)
-    assert layout == KVLayout(1, 2, 16, torch.float32, replace(config.state_layout(2, torch.float32), num_layers=0))
+    none = config.state_layout(0, torch.float32)
+    assert layout == KVLayout(1, 2, 16, torch.float32, none)
     assert layout.bytes_per_state == 0
     assert pool_states(CPU, layout, PassLimits(100, 64), 0.5) == 1 + 151 + 100
     first = load_model(folder, device=CPU, stage=Stage(0, 3))[0].kv_layout(torch.float32)

@@ -188,7 +188,7 @@ def test_what_a_rank_holds(tmp_path: Path) -> None:
 
 
 def test_what_a_rank_holds_of_a_delta_net(tmp_path: Path) -> None:
-    """Half of the heads of queries, keys and values, each by itself; its shared expert's part is cut, the gate whole."""
+    """Half of the heads of queries, keys and values, each by itself; half of a shared expert, its whole gate."""
     folder = checkpoints.write(checkpoints.qwen3_next(), tmp_path)
     whole, config = load_model(folder)
     everything, net, mixture = whole.state_dict(), "blocks.0.attention.", "blocks.0.feed_forward."

@@ -1,9 +1,8 @@
-"""Models whose layers keep states, on several ranks: what they answer, and what each rank keeps. Most ranks are threads.
-"""
+"""Models whose layers keep states, on several ranks: answers, and what each rank keeps. Most ranks are threads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 
 import radixrt.assembly
 from radixrt.errors import ModelError, ParameterError
+from radixrt.execution import memory_budget
 from radixrt.ranks import rank
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
@@ -25,12 +25,12 @@ from tests.ranks.test_ranks import runtime as on_ranks
 from tests.support import checkpoints
 from tests.support.stages import followers_of, staged
 
-# Of two stages of the second the last one keeps no states, and of three of the third the middle one has no attention.
-LAST, FIRST = ("linear_attention", "linear_attention", "full_attention"), ("full_attention", "linear_attention")
+# Some stages keep no states, the last one among them, and some have no attention.
+NET, FULL = "linear_attention", "full_attention"
 MODELS: dict[str, Callable[..., Any]] = {
-    "qwen3.5": partial(checkpoints.qwen3_5, num_hidden_layers=4, layer_types=["linear_attention", *LAST]),
-    "qwen3.5-moe": partial(checkpoints.qwen3_5_moe, layer_types=[*LAST], tie_word_embeddings=True),
-    "qwen3-next": partial(checkpoints.qwen3_next, layer_types=[*FIRST, "full_attention"]),
+    "qwen3.5": partial(checkpoints.qwen3_5, num_hidden_layers=4, layer_types=[NET, NET, NET, FULL]),
+    "qwen3.5-moe": partial(checkpoints.qwen3_5_moe, layer_types=[NET, NET, FULL], tie_word_embeddings=True),
+    "qwen3-next": partial(checkpoints.qwen3_next, layer_types=[FULL, NET, FULL]),
 }
 # Stages, ranks in each, and whether passes are padded to captured shapes.
 SHAPES = {
@@ -84,22 +84,13 @@ def whole_states(parts: list[Any], ranks: int) -> tuple[Tensor, Tensor]:
     return conv, recurrent
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def alone(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator[tuple[str, Runtime]]:
-    with on_ranks(1, model=folders[request.param], dtype="float32", **MANY) as one:
-        yield request.param, one
-
-
-def test_answers_and_states_are_those_of_one_rank(
-    alone: tuple[str, Runtime], folders: dict[str, Path]
-) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_and_states_are_those_of_one_rank(name: str, folders: dict[str, Path]) -> None:
     """In chunks, cold and warm, several to a prompt. States are kept where prompts part, with the same numbers."""
-    name, one = alone
-    one.flush_cache()
-    expected = [answers(one, ASKED) for _ in range(2)]
-    forked = [answer.token_ids for answer in one.generate(ASKED[3], SEVERAL).outputs]
-    right, layers = kept_states(one), one.parts.model.kv_pool.states
-    assert expected[0] == expected[1]
+    with on_ranks(1, model=folders[name], dtype="float32", **MANY) as one:
+        expected = [answers(one, ASKED) for _ in range(2)]
+        forked = [answer.token_ids for answer in one.generate(ASKED[3], SEVERAL).outputs]
+        right, layers, identity = kept_states(one), one.parts.model.kv_pool.states, one.identity()
     for stages, ranks, captured in SHAPES[name]:
         with staged(stages, ranks, captured=captured, model=folders[name], **MANY) as several:
             parts = all_parts(several)
@@ -108,16 +99,14 @@ def test_answers_and_states_are_those_of_one_rank(
             assert [list(output.token_ids) for output in cold] == expected[0]
             assert sum(output.usage.cached_tokens for output in cold) >= shared_lens(ASKED) * 0.95
             assert answers(several, ASKED) == expected[1]
-            assert several.identity() == one.identity()
+            assert several.identity() == identity
             assert [answer.token_ids for answer in several.generate(ASKED[3], SEVERAL).outputs] == forked
             found, own = kept_states(several), whole_states(all_parts(several), ranks)
             both = [*(found.keys() & right.keys())]
             assert len(both) > 20
             for path in both:
                 for mine, theirs in zip(own, (layers.conv, layers.recurrent), strict=True):
-                    torch.testing.assert_close(
-                        mine[:, found[path]], theirs[:, right[path]], atol=1e-4, rtol=1e-4
-                    )
+                    torch.testing.assert_close(mine[:, found[path]], theirs[:, right[path]], atol=1e-4, rtol=1e-4)
 
 
 def test_draws_and_a_small_pool(folders: dict[str, Path]) -> None:
@@ -159,7 +148,9 @@ def test_each_rank_holds_its_part(
     """As many states, and slots, as the rank that has least room for them."""
     pool_states, pool_slots, nth = rank.pool_states, rank.pool_slots, count()
     monkeypatch.setattr(rank, "pool_states", lambda *sizes: pool_states(*sizes) - next(nth))
-    monkeypatch.setattr(rank, "pool_slots", lambda *sizes, **more: min(pool_slots(*sizes, **more), 801 - next(nth)))
+    monkeypatch.setattr(
+        rank, "pool_slots", lambda *sizes, **more: min(pool_slots(*sizes, **more), 801 - next(nth))
+    )
     with staged(stages, ranks, model=folders[name]) as several:
         parts = all_parts(several)
         last = len(parts) - 1
@@ -175,15 +166,26 @@ def test_each_rank_holds_its_part(
         assert sum(len(pool.buffer) for pool in pools) == ranks * (len(kinds) - sum(kinds))
 
 
+def test_ranks_of_one_host_share_its_memory(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of each one's share is for the states of requests that run."""
+    size = 2 * (48 * 3 + 2 * 16 * 8) * 4  # of half of the heads, in two layers
+    for module in (rank, memory_budget):
+        monkeypatch.setattr(module, "free_bytes", lambda device: 2 * 4 * 4 * 20 * size)
+    options: dict[str, Any] = {"max_running_requests": None, "max_total_tokens": 300}
+    with staged(1, 2, model=folders["qwen3.5-moe"], **options) as both:
+        assert both.parts.limits.max_running_requests == 12
+        assert both.parts.limits.num_states == 19 + 15  # of rows, and in a quarter of what these leave
+
+
 # --- processes ---
 
 
 def test_processes(folders: dict[str, Path]) -> None:
     options = {"model": folders["qwen3.5-moe"], "dtype": "float32", **MANY}
     with on_ranks(1, **options) as one:
-        expected = answers(one, ASKED)
+        expected = answers(one, ASKED[::3])
     with none_left(), on_ranks(2, **options) as both:
-        assert [answers(both, ASKED) for _ in range(2)] == [expected] * 2
+        assert [answers(both, ASKED[::3]) for _ in range(2)] == [expected] * 2
 
 
 def test_what_cannot_be_done_is_refused(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +194,7 @@ def test_what_cannot_be_done_is_refused(folders: dict[str, Path], monkeypatch: p
     monkeypatch.setattr(radixrt.assembly, "start_followers", started)
     sizes = "linear_num_key_heads 2 is not a multiple of tensor_parallel_size 4"
     stages = "num_hidden_layers 3 is less than pipeline_parallel_size 4"
-    host = "host_memory_gb is 0.1, but layers of a Qwen3_5MoeForCausalLM keep a state of each sequence, which several"
+    host = "host_memory_gb is 0.1, but layers of a Qwen3_5MoeForCausalLM keep a state of each sequence, which seve"
     for options, message in (
         ({"tensor_parallel_size": 4}, sizes),
         ({"pipeline_parallel_size": 4}, stages),
