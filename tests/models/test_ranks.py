@@ -450,3 +450,12 @@ def test_parts_of_words_that_need_none(tmp_path: Path) -> None:
     """compressed-tensors packs along inputs alone: heads of keys may be of four outputs."""
     write_int4(Words.COMPRESSED, head_dim=4, num_attention_heads=64)(tmp_path)
     assert_same_logits(tmp_path, 2)
+
+
+def test_parts_of_groups_that_need_none(tmp_path: Path) -> None:
+    """Heads of a delta net's keys are no layer's inputs: a rank may have 16 features of them."""
+    sizes = {"linear_key_head_dim": 16, "linear_num_value_heads": 4, "linear_value_head_dim": 64}
+    ignored = [f"model.layers.{layer}.linear_attn.in_proj_{part}" for layer in (0, 2) for part in "ba"]
+    model = checkpoints.qwen3_5(**{**SHAPE, **sizes})
+    int4_checkpoints.write(model, tmp_path, Words.COMPRESSED, ignore=["lm_head", *ignored])
+    assert_same_logits(tmp_path, 2)
