@@ -86,7 +86,7 @@ def whole_states(parts: list[Any], ranks: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_answers_and_states_are_those_of_one_rank(name: str, folders: dict[str, Path]) -> None:
-    """In chunks, cold and warm, several to a prompt. States are kept where prompts part, with the same numbers."""
+    """In chunks, cold and warm, several to a prompt; prefixes are computed once. States have the same numbers."""
     with on_ranks(1, model=folders[name], dtype="float32", **MANY) as one:
         expected = [answers(one, ASKED) for _ in range(2)]
         forked = [answer.token_ids for answer in one.generate(ASKED[3], SEVERAL).outputs]
@@ -97,7 +97,7 @@ def test_answers_and_states_are_those_of_one_rank(name: str, folders: dict[str, 
             poison([part.kv_pool for part in parts])
             cold = several.generate(ASKED, GREEDY)
             assert [list(output.token_ids) for output in cold] == expected[0]
-            assert sum(output.usage.cached_tokens for output in cold) >= shared_lens(ASKED) * 0.95
+            assert sum(output.usage.cached_tokens for output in cold) == shared_lens(ASKED)
             assert answers(several, ASKED) == expected[1]
             assert several.identity() == identity
             assert [answer.token_ids for answer in several.generate(ASKED[3], SEVERAL).outputs] == forked
