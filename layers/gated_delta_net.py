@@ -13,7 +13,7 @@ from torch import Tensor
 from layers.input_metadata import InputMetadata
 from layers.linear import StackedLinear, SummedLinear
 from layers.norm import RMSNorm
-from layers.place import Place
+from layers.place import Packed, Place
 from layers.placement import Layer, Placement
 from layers.radix_attention import KVCache
 from layers.ranks import Addend
@@ -43,16 +43,20 @@ class DeltaSizes:
         return self.num_value_heads * self.value_dim
 
     @property
+    def parts(self) -> list[int]:
+        """Elements of all queries, keys and values of a token: the channels of the convolution."""
+        return [self.keys, self.keys, self.values]
+
+    @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys and values."""
-        return 2 * self.keys + self.values
+        return sum(self.parts)
 
 
 class GatedDeltaNet(Layer):
     """Projections, convolution, delta rule, gated norm and output of one layer: Yang, Kautz and Hatamizadeh, Gated
     Delta Networks (2024), arXiv 2412.06464, as in Qwen3-Next.
 
-    `layer_id` counts the layers that keep states.
+    `layer_id` counts the layers that keep states. `sizes` are of a rank's own heads, as in `Attention`.
     """
 
     def __init__(
@@ -61,7 +65,7 @@ class GatedDeltaNet(Layer):
         super().__init__()
         self.layer_id, self.sizes, self.impl = layer_id, sizes, placement.impl
         # Two products: a checkpoint may quantise one, and leave the other as it is.
-        parts = {"in_proj_qkv": sizes.channels, "in_proj_z": sizes.values}
+        parts = {"in_proj_qkv": sizes.parts, "in_proj_z": [sizes.values]}
         self.qkvz = StackedLinear(hidden_size, parts, packed_as=None, bias=False, placement=placement)
         of_heads = dict.fromkeys(("in_proj_b", "in_proj_a"), sizes.num_value_heads)
         self.ba = StackedLinear(hidden_size, of_heads, packed_as=None, bias=False, placement=placement)
@@ -90,7 +94,7 @@ class GatedDeltaNet(Layer):
         qkv, z = torch.split(self.qkvz(hidden), [sizes.channels, sizes.values], dim=1)
         b, a = self.ba(hidden).chunk(2, dim=1)
         mixed = causal_conv(qkv, self.conv, None, states.conv, rows, impl=self.impl)
-        q, k, v = torch.split(mixed, [sizes.keys, sizes.keys, sizes.values], dim=1)
+        q, k, v = torch.split(mixed, sizes.parts, dim=1)
         q, k = (x.view(len(x), sizes.num_key_heads, sizes.key_dim) for x in (q, k))
         v, z = (x.view(len(x), sizes.num_value_heads, sizes.value_dim) for x in (v, z))
         read = gated_delta(q, k, v, a, b, self.a_log, self.dt_bias, states.recurrent, rows, impl=self.impl)
@@ -101,7 +105,7 @@ class GatedDeltaNet(Layer):
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
         yield from self.qkvz.checkpoint_tensors(name)
         yield from self.ba.checkpoint_tensors(name)
-        yield f"{name}.conv1d.weight", self.conv.unsqueeze(1)
+        yield f"{name}.conv1d.weight", Packed(self.conv.unsqueeze(1), tuple(self.sizes.parts))
         yield f"{name}.A_log", self.a_log
         yield f"{name}.dt_bias", self.dt_bias
         yield from self.norm.checkpoint_tensors(f"{name}.norm")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from torch import Tensor, nn
 
@@ -88,28 +88,30 @@ class SummedLinear(Linear):
 class StackedLinear(Linear):
     """Projections of the same input as one matrix, their outputs side by side.
 
-    `parts` maps the last component of each part's name to its number of outputs, in the order of the stack. A
-    checkpoint stores the parts one by one, or as one tensor whose name ends in `packed_as`.
+    `parts` maps the last component of each part's name to its number of outputs, in the order of the stack, or to
+    those of several that are stored as one. A checkpoint stores the parts one by one, or as one tensor whose name
+    ends in `packed_as`. Ranks cut each by itself.
     """
 
     def __init__(
         self,
         in_features: int,
-        parts: Mapping[str, int],
+        parts: Mapping[str, int | Sequence[int]],
         *,
         packed_as: str | None,
         bias: bool,
         placement: Placement,
     ) -> None:
-        sizes = {packed_as: sum(parts.values())} if packed_as is not None else parts
-        ends = [*accumulate(sizes.values())]
+        sizes = {name: (size,) if isinstance(size, int) else tuple(size) for name, size in parts.items()}
+        if packed_as is not None:
+            sizes = {packed_as: tuple(chain(*sizes.values()))}
+        ends = [*accumulate(map(sum, sizes.values()))]
         starts = [0, *ends[:-1]]
         super().__init__(in_features, ends[-1], bias=bias, starts=starts, placement=placement)
-        self.stored_parts = tuple(zip(sizes, starts, ends, strict=True))
-        self.packed_sizes = None if packed_as is None else tuple(parts.values())
+        self.stored_parts = tuple(zip(sizes.items(), starts, ends, strict=True))
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
         """As `Layer.checkpoint_tensors`, with a view for each part; `name` is the prefix of their names."""
-        for part, start, stop in self.stored_parts:
+        for (part, sizes), start, stop in self.stored_parts:
             for stored, place in self._part(f"{name}.{part}", start, stop):
-                yield stored, place if self.packed_sizes is None else Packed(place, self.packed_sizes)
+                yield stored, place if len(sizes) == 1 else Packed(place, sizes)

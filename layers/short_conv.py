@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from layers.input_metadata import InputMetadata
-from layers.linear import Linear, SummedLinear
+from layers.linear import StackedLinear, SummedLinear
 from layers.place import Place
 from layers.placement import Layer, Placement
 from layers.radix_attention import KVCache
@@ -19,20 +19,23 @@ from triton_ops.recurrent.causal_conv import causal_conv
 
 
 class ShortConv(Layer):
-    """`output(c * conv(b * x))`, where b, c and x `[T, hidden_size]` are projections of the layer's input: LFM2
+    """`output(c * conv(b * x))`, where b, c and x `[T, channels]` are projections of the layer's input: LFM2
     (Liquid AI, 2025). What it keeps of a sequence are the last inputs of the convolution, `b * x`.
 
-    `layer_id` counts the layers that keep states; `width` is the convolution's. `bias`: it has one, and so have
-    the projections.
+    `layer_id` counts the layers that keep states. `channels`, a rank's own, and `width` are the convolution's.
+    `bias`: it has one, and so have the projections.
     """
 
-    def __init__(self, layer_id: int, hidden_size: int, width: int, *, bias: bool, placement: Placement) -> None:
+    def __init__(
+        self, layer_id: int, hidden_size: int, channels: int, width: int, *, bias: bool, placement: Placement
+    ) -> None:
         super().__init__()
         self.layer_id, self.impl = layer_id, placement.impl
-        self.bcx = Linear(hidden_size, 3 * hidden_size, bias=bias, placement=placement)
-        self.conv = placement.parameter(hidden_size, width)
-        self.conv_bias = placement.parameter(hidden_size) if bias else None
-        self.output = SummedLinear(hidden_size, hidden_size, bias=bias, placement=placement)
+        parts = {"in_proj": [channels] * 3}
+        self.bcx = StackedLinear(hidden_size, parts, packed_as=None, bias=bias, placement=placement)
+        self.conv = placement.parameter(channels, width)
+        self.conv_bias = placement.parameter(channels) if bias else None
+        self.output = SummedLinear(channels, hidden_size, bias=bias, placement=placement)
 
     @property
     def input_groups(self) -> bool | None:
@@ -60,7 +63,7 @@ class ShortConv(Layer):
         return out
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
-        yield from self.bcx.checkpoint_tensors(f"{name}.in_proj")
+        yield from self.bcx.checkpoint_tensors(name)
         yield f"{name}.conv.weight", self.conv.unsqueeze(1)
         if self.conv_bias is not None:
             yield f"{name}.conv.bias", self.conv_bias

@@ -14,6 +14,7 @@ class StateLayout:
     """The layers that keep a state of each sequence: last inputs of a convolution, and a float32 matrix a head.
 
     Attributes:
+        num_layers: a stage's own, 0 where others of the model keep them.
         conv_channels, conv_width: of the convolution, which reads `conv_width - 1` inputs before its own.
         num_heads, key_dim, value_dim: of the matrices; 0 where there are none.
         conv_dtype: of the inputs.
@@ -39,7 +40,7 @@ class StateLayout:
 class KVLayout:
     """The layers of a model that keep KV, or those of a rank's part of it: all have one shape and one dtype.
 
-    `states` are kept by its other layers; None: there are none of these.
+    `states` are kept by its other layers; None: the model has none of these.
     """
 
     num_layers: int

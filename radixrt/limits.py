@@ -76,7 +76,8 @@ def kept_states(limits: PassLimits, free: int, bytes_per_state: int) -> int:
     """How many states of sequences are kept for others that begin alike: as many as requests run at once, or 64 if
     that is more, and no more than a quarter of `free` bytes holds, which the others leave.
     """
-    return min(max(limits.max_running_requests, _FEWEST_KEPT), int(_SHARE_OF_STATES * free) // bytes_per_state)
+    fitting = int(_SHARE_OF_STATES * free) // max(1, bytes_per_state)  # 0 where a stage's layers keep none
+    return min(max(limits.max_running_requests, _FEWEST_KEPT), fitting)
 
 
 @dataclass(frozen=True)

@@ -129,11 +129,11 @@ def free_bytes(device: torch.device) -> int:
 
 def pool_states(device: torch.device, layout: KVLayout, limits: PassLimits, memory_fraction: float) -> int:
     """States of a pool, the reserved one included: one for each row, and some that are kept, of a share of free
-    memory; 0 where no layer keeps any. Raises ParameterError where those of the rows do not fit.
+    memory; 0 where no layer of the model keeps any. Raises ParameterError where those of the rows do not fit.
     """
-    size = layout.bytes_per_state
-    if not size:
+    if layout.states is None:
         return 0
+    size = layout.bytes_per_state  # 0 in a stage none of whose layers keeps any
     free, of_rows = int(free_bytes(device) * memory_fraction), 1 + limits.num_rows
     if of_rows * size > free:
         raise ParameterError(

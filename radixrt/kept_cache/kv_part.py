@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from layers.ranks import ALONE, Ranks
-from layers.stages import WHOLE, Stage
 from memory_pool.token_to_kv_pool import HostKVPool, TokenToKVPool
 from radixrt.cache.radix_tree import Slots
 from triton_ops.implementation import Impl
@@ -22,7 +21,9 @@ from triton_ops.kv.kv_copy import kv_copy
 
 @dataclass(frozen=True)
 class KVPart:
-    """What a rank has of the KV of a model with so many layers and heads: its own, in its pools."""
+    """What a rank has of the KV of a model with so many layers of attention and heads: its own, in its pools, the
+    layers from `first_layer` on.
+    """
 
     kv_pool: TokenToKVPool
     host_pool: HostKVPool | None
@@ -30,7 +31,7 @@ class KVPart:
     num_layers: int
     num_kv_heads: int
     ranks: Ranks = ALONE
-    stage: Stage = WHOLE
+    first_layer: int = 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -49,8 +50,7 @@ class KVPart:
     @property
     def layers(self) -> slice:
         """Its own."""
-        own = self.stage.layers(self.num_layers)
-        return slice(own.start, own.stop)
+        return slice(self.first_layer, self.first_layer + len(self.kv_pool.buffer))
 
     @property
     def heads(self) -> slice:

@@ -87,12 +87,14 @@ class ModelConfig:
     `eos_token_ids`, sorted, end an answer. `quantization` is the checkpoint's own.
 
     A family with fields of its own derives a class that adds them and overrides `read_family`. `inner_sizes` are
-    those that are divided among ranks besides heads, with their names in config.json. `recurrent_type` is what
-    `layer_types` call the family's layers that keep states; None: it has none.
+    those that are divided among ranks besides heads of attention, with their names in config.json; `output_sizes`
+    are those of all that are of no layer's inputs. `recurrent_type` is what `layer_types` call the family's layers
+    that keep states; None: it has none.
     """
 
     recurrent_type: ClassVar[str | None] = None
     inner_sizes: ClassVar[Mapping[str, str]] = MappingProxyType({"intermediate_size": "intermediate_size"})
+    output_sizes: ClassVar[frozenset[str]] = frozenset({"num_kv_heads"})
 
     architecture: str
     num_layers: int
@@ -185,12 +187,12 @@ class ModelConfig:
         """
         layers = range(self.num_layers) if layers is None else layers
         recurrent = sum(self.attention[layer].is_recurrent for layer in layers)
-        states = self.state_layout(recurrent, state_dtype or dtype) if recurrent else None
+        states = self.state_layout(recurrent, state_dtype or dtype) if self.keeps_states else None
         return KVLayout(len(layers) - recurrent, self.num_kv_heads, self.head_dim, dtype, states)
 
     def state_layout(self, num_layers: int, dtype: torch.dtype) -> StateLayout:
-        """What `num_layers` recurrent layers keep, of inputs in `dtype`. A family that has such layers overrides
-        this.
+        """What `num_layers` recurrent layers keep, of inputs in `dtype`; a stage may have none of the model's. A
+        family that has such layers overrides this.
         """
         raise NotImplementedError
 
@@ -221,6 +223,11 @@ class ModelConfig:
         length = check_int("context_length", context_length, 2, self.max_context_length)
         return replace(self, context_length=length)
 
+    @property
+    def widths(self) -> dict[str, int]:
+        """Features of one of each, where that is not 1, of what ranks divide."""
+        return {"num_heads": self.head_dim, "num_kv_heads": self.head_dim}
+
     def for_ranks(self, size: int) -> Self:
         """The shape of one rank's part of the model, of `size` that hold it together: its heads, and its share of
         the inner sizes. Where there are fewer KV heads than ranks, several hold the same one. Of a mixture each
@@ -248,12 +255,11 @@ class ModelConfig:
         """Raise ModelError where this part of the `whole` model would begin within a unit of its weights."""
         if self.quantization is None:
             return
-        outputs, inputs = self.quantization.units
+        (outputs, inputs), widths = self.quantization.units, self.widths
         heads = {"num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}
         for each, name in {**heads, **self.inner_sizes}.items():
-            length = self.head_dim if each in heads else 1
-            own, every = (length * getattr(config, each) for config in (self, whole))
-            unit = outputs if each == "num_kv_heads" else math.lcm(outputs, inputs)
+            own, every = (widths.get(each, 1) * getattr(config, each) for config in (self, whole))
+            unit = outputs if each in self.output_sizes else math.lcm(outputs, inputs)
             if own != every and own % unit:
                 raise ModelError(
                     f"{name} gives a rank {own} of {every} features, but weights in {self.quantization.numbers} "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -27,10 +27,14 @@ _TINY = 1e-6  # beside the sum of the weights of a token's experts
 
 @dataclass(frozen=True)
 class Lfm2Config(RecurrentConfig):
-    """`conv_width` and `conv_bias` are of the short convolutions: see `ShortConv`."""
+    """`conv_channels` to `conv_bias` are of the short convolutions: see `ShortConv`."""
 
     recurrent_type: ClassVar[str | None] = "conv"
+    inner_sizes: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {**RecurrentConfig.inner_sizes, "conv_channels": "hidden_size"}
+    )
 
+    conv_channels: int
     conv_width: int
     conv_bias: bool
 
@@ -38,6 +42,7 @@ class Lfm2Config(RecurrentConfig):
     def read_family(cls, source: Any) -> dict[str, Any]:
         return {
             **super().read_family(source),
+            "conv_channels": source.hidden_size,
             "conv_width": source.conv_L_cache,
             "conv_bias": source.conv_bias,
             "rms_norm_eps": source.norm_eps,
@@ -47,11 +52,11 @@ class Lfm2Config(RecurrentConfig):
 
     def state_layout(self, num_layers: int, dtype: torch.dtype) -> StateLayout:
         no_matrices = 0, 0, 0
-        return StateLayout(num_layers, self.hidden_size, self.conv_width, *no_matrices, dtype)
+        return StateLayout(num_layers, self.conv_channels, self.conv_width, *no_matrices, dtype)
 
     @property
     def recurrent_weights(self) -> int:
-        return 4 * self.hidden_size**2
+        return 4 * self.hidden_size * self.conv_channels
 
 
 def _intermediate_size(source: Any) -> int:
@@ -124,6 +129,7 @@ class Lfm2(Decoder):
             attention=ShortConv(
                 config.place_of(layer_id, self.layers),
                 config.hidden_size,
+                config.conv_channels,
                 config.conv_width,
                 bias=config.conv_bias,
                 placement=self.placement,
@@ -140,6 +146,10 @@ class Lfm2(Decoder):
 @dataclass(frozen=True)
 class Lfm2MoeConfig(Lfm2Config, MixtureConfig):
     """The first `num_dense_layers` have no experts; `renormalize` and `weight_factor` are for `topk_sigmoid`."""
+
+    inner_sizes: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {**Lfm2Config.inner_sizes, **MixtureConfig.inner_sizes}
+    )
 
     num_dense_layers: int
     renormalize: bool

@@ -42,6 +42,14 @@ class HybridConfig(RecurrentConfig):
     """The sizes of layers that are gated delta nets: see `DeltaSizes`."""
 
     recurrent_type: ClassVar[str | None] = "linear_attention"
+    inner_sizes: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            **RecurrentConfig.inner_sizes,
+            "num_key_heads": "linear_num_key_heads",
+            "num_value_heads": "linear_num_value_heads",
+        }
+    )
+    output_sizes: ClassVar[frozenset[str]] = RecurrentConfig.output_sizes | {"num_key_heads"}
 
     num_key_heads: int
     num_value_heads: int
@@ -90,6 +98,10 @@ class HybridConfig(RecurrentConfig):
                 f"linear_num_value_heads {self.num_value_heads} is not a multiple of "
                 f"linear_num_key_heads {self.num_key_heads}"
             )
+
+    @property
+    def widths(self) -> dict[str, int]:
+        return {**super().widths, "num_key_heads": self.key_dim, "num_value_heads": self.value_dim}
 
     def state_layout(self, num_layers: int, dtype: torch.dtype) -> StateLayout:
         sizes = self.delta_sizes
@@ -191,7 +203,11 @@ class HybridMixtureConfig(HybridConfig, MixtureConfig):
     """`shared_size` is the shared expert's intermediate size. The rest as in `Qwen3MoeConfig`."""
 
     inner_sizes: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {**MixtureConfig.inner_sizes, "shared_size": "shared_expert_intermediate_size"}
+        {
+            **HybridConfig.inner_sizes,
+            **MixtureConfig.inner_sizes,
+            "shared_size": "shared_expert_intermediate_size",
+        }
     )
 
     shared_size: int
@@ -216,7 +232,9 @@ class HybridMixtureConfig(HybridConfig, MixtureConfig):
 
 
 class GatedSharedMoE(SparseMoE):
-    """A mixture beside which every token goes through a `shared` expert, as much of it as a gate says."""
+    """A mixture beside which every token goes through a `shared` expert, as much of it as a gate says. Each rank
+    has the whole gate; the expert's parts are summed with those of the others.
+    """
 
     def __init__(self, *sizes: int, shared: FeedForward, shared_gate: Linear, **options: Any) -> None:
         super().__init__(*sizes, **options)

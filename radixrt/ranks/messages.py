@@ -20,6 +20,7 @@ Array = NDArray[Any]
 
 _CHANGES = tuple(field.name for field in fields(RowChanges))
 _ARRAYS = tuple(field.name for field in fields(Pass) if field.type == "Int32Array")
+_STATES = tuple(field.name for field in fields(Pass) if field.type == "Int32Array | None")  # there may be none
 _NUMBERS = tuple(field.name for field in fields(Pass) if field.type == "int")
 
 
@@ -39,6 +40,7 @@ class PassWriter:
         arrays: dict[str, Array] = {name: getattr(pass_, name) for name in _ARRAYS}
         if same is not None:
             del arrays["req_pool_indices"]
+        arrays |= {name: array for name in _STATES if (array := getattr(pass_, name)) is not None}
         arrays |= {f"changes.{name}": getattr(pass_.row_changes, name) for name in _CHANGES}
         arrays |= {f"draws.{name}": array for name, array in sampling.arrays.items()}
         arrays["logits_rows"] = sampling.logits_rows
@@ -68,6 +70,7 @@ class PassReader:
         self._rows.append(arrays["req_pool_indices"])
         processed = body["processed"]
         own: dict[str, Any] = {name: arrays[name] for name in _ARRAYS} | {name: body[name] for name in _NUMBERS}
+        own |= {name: arrays.get(name) for name in _STATES}
         return Pass(
             **own,
             row_changes=RowChanges(**_part(arrays, "changes.")),

@@ -72,15 +72,15 @@ class RankParts:
     @property
     def kv_part(self) -> KVPart:
         """Its part of the KV, for kept caches."""
-        placement, config = self.decoder.placement, self.config
+        placement, config, dtype = self.decoder.placement, self.config, self.kv_pool.buffer.dtype
         return KVPart(
             self.kv_pool,
             self.host_pool,
             placement.impl,
-            config.num_layers,
+            config.kv_layout(dtype).num_layers,
             config.num_kv_heads,
             placement.ranks,
-            placement.stage,
+            config.kv_layout(dtype, range(self.decoder.layers.start)).num_layers,
         )
 
     def identity(self) -> RankIdentity:
@@ -194,13 +194,16 @@ def assemble_rank(
     if kv_dtype == E4M3 and model_config.head_dim % 2:
         raise ParameterError(f"kv_dtype is 'fp8', which wants an even head_dim; it is {model_config.head_dim}")
     layout = decoder.kv_layout(kv_dtype)
-    bytes_per_slot = layout.bytes_per_token
+    bytes_per_slot = _bytes_per_slot(layout)
     if layout.states is not None and config.host_memory_gb:
         raise ParameterError(
             f"host_memory_gb is {config.host_memory_gb:g}, but {model_config.told_states}, which is not moved to "
             "the host; leave it out"
         )
-    limits = _pass_limits(config, model_config, device, layout)
+    share, wanted = config.share_of_memory(on_gpu=on_gpu), config.max_total_tokens
+    if not on_gpu:
+        share /= group.shape.size  # all ranks take of the same memory
+    limits = _pass_limits(config, model_config, device, layout, share)
     limits = replace(limits, max_running_requests=group.least(limits.max_running_requests))
     captured = limits if captures else NO_PASSES
     products_began = time.perf_counter()
@@ -223,10 +226,7 @@ def assemble_rank(
             for_passes = measured_pass_memory(decoder, rows, limits, kv_dtype, captured=captured, tree=tree)
     seconds["memory"] = time.perf_counter() - memory_began
 
-    share, wanted = config.share_of_memory(on_gpu=on_gpu), config.max_total_tokens
-    if not on_gpu:
-        share /= group.shape.size  # all ranks take of the same memory
-    num_states = pool_states(device, layout, limits, share)
+    num_states = group.least(pool_states(device, layout, limits, share))
     sizes = {"promised": for_passes, "beside": num_states * layout.bytes_per_state}
     slots = pool_slots(device, bytes_per_slot, memory_fraction=share, max_total_tokens=wanted, **sizes)
     slots = group.least(slots)
@@ -260,19 +260,27 @@ def assemble_rank(
     return RankParts(folder, decoder, whole_config, limits, rows, kv_pool, host_pool, runner, products, seconds)
 
 
-def _pass_limits(config: RuntimeConfig, model: ModelConfig, device: torch.device, layout: KVLayout) -> PassLimits:
+def _bytes_per_slot(layout: KVLayout) -> int:
+    """1 in a stage that has no attention: other stages say how many slots there are."""
+    return max(1, layout.bytes_per_token)
+
+
+def _pass_limits(
+    config: RuntimeConfig, model: ModelConfig, device: torch.device, layout: KVLayout, share: float
+) -> PassLimits:
     """The limits of a pass, once the weights are in place: on a GPU, or where each request has a state, as many
-    requests at once as memory allows.
+    requests at once as this share of memory allows.
     """
     on_gpu, wanted = device.type == "cuda", config.max_total_tokens
     limits = config.pass_limits(on_gpu=on_gpu)
     if config.max_running_requests is not None:
         return limits
-    running, free = limits.max_running_requests, int(free_bytes(device) * config.share_of_memory(on_gpu=on_gpu))
+    running, free = limits.max_running_requests, int(free_bytes(device) * share)
     if on_gpu:
-        pool = free if wanted is None else wanted * layout.bytes_per_token
+        bytes_per_slot = _bytes_per_slot(layout)
+        pool = free if wanted is None else wanted * bytes_per_slot
         sizes = {"context_length": model.context_length, "vocab_size": model.vocab_size}
-        running = requests_at_once(running, free, pool, layout.bytes_per_token, **sizes)
+        running = requests_at_once(running, free, pool, bytes_per_slot, **sizes)
     running = requests_with_states(running, free, layout.bytes_per_state)
     return replace(limits, max_running_requests=running)
 

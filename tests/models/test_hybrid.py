@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from layers.stages import Stage
 from layers.weight import Weight
 from memory_pool.kv_layout import KVLayout, StateLayout
 from memory_pool.req_to_token_pool import ReqToTokenPool
@@ -287,17 +288,23 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("form", ["fp8 blocks", "compressed channels", "fp8 tensors"])
-@pytest.mark.parametrize("make", [checkpoints.qwen3_next, checkpoints.qwen3_5])
-def test_weights_in_e4m3(make: Callable[..., Any], form: str, tmp_path: Path) -> None:
-    """Scales go where their rows go; projections to single numbers are left as they are, by their stored name."""
-    reference = quantised_checkpoints.write(make(**LARGE), tmp_path, form)
-    file = tmp_path / "config.json"
+def write_e4m3(make: Callable[..., Any], folder: Path, form: str, **changes: Any) -> Any:
+    """Projections to single numbers are left as they are, by their stored name. Returns transformers' model."""
+    reference = quantised_checkpoints.write(make(**{**LARGE, **changes}), folder, form)
+    file = folder / "config.json"
     given = json.loads(file.read_text())
     ignored = [f"model.layers.{layer}.linear_attn.in_proj_{part}" for layer in (0, 2) for part in ("ba", "b", "a")]
     key = "ignore" if form.startswith("compressed") else "modules_to_not_convert"
     given["quantization_config"] = {**given["quantization_config"], key: ["lm_head", *ignored]}
     file.write_text(json.dumps(given))
+    return reference
+
+
+@pytest.mark.parametrize("form", ["fp8 blocks", "compressed channels", "fp8 tensors"])
+@pytest.mark.parametrize("make", [checkpoints.qwen3_next, checkpoints.qwen3_5])
+def test_weights_in_e4m3(make: Callable[..., Any], form: str, tmp_path: Path) -> None:
+    """Scales go where their rows go."""
+    reference = write_e4m3(make, tmp_path, form)
     (prompt,) = prompts(20)
     params = SamplingParams(temperature=0, max_new_tokens=1, prompt_logprobs=0)
     with torch.inference_mode():
@@ -370,6 +377,18 @@ def test_states_of_rows_and_some_that_are_kept(monkeypatch: pytest.MonkeyPatch, 
     assert pool_states(CPU, KVLayout(1, 2, 16, torch.float32), PassLimits(20, 64), 0.5) == 0
 
 
+def test_states_of_a_stage_whose_layers_keep_none(folder: Path) -> None:
+    """As many as there may be in other stages, of no bytes."""
+    model, config = load_model(folder, device=CPU, stage=Stage(1, 3))
+    layout = model.kv_layout(torch.float32)
+    none = config.state_layout(0, torch.float32)
+    assert layout == KVLayout(1, 2, 16, torch.float32, none)
+    assert layout.bytes_per_state == 0
+    assert pool_states(CPU, layout, PassLimits(100, 64), 0.5) == 1 + 151 + 100
+    first = load_model(folder, device=CPU, stage=Stage(0, 3))[0].kv_layout(torch.float32)
+    assert (first.num_layers, first.bytes_per_token, first.states) == (0, 0, config.state_layout(1, torch.float32))
+
+
 def test_states_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_budget, "free_bytes", lambda device: 62 * SIZE)
     message = f"max_running_requests is 20, whose sequences have 32 states of {SIZE:,} bytes each, but"
@@ -421,11 +440,6 @@ def test_the_costs_that_plans_are_made_of(reference: tuple[Any, Path]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"tensor_parallel_size": 2},
-            "tensor_parallel_size is 2, but layers of a Qwen3_5ForCausalLM keep a state",
-        ),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, but layers of a Qwen3_5ForCausalLM keep a"),
         ({"deterministic": True}, "deterministic is True, but layers of a Qwen3_5ForCausalLM keep a state"),
         ({"host_memory_gb": 0.1}, "host_memory_gb is 0.1, but layers of a Qwen3_5ForCausalLM keep a state"),
     ],
@@ -433,13 +447,6 @@ def test_the_costs_that_plans_are_made_of(reference: tuple[Any, Path]) -> None:
 def test_what_states_cannot_do(folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises((ModelError, ParameterError), match=message):
         Runtime(folder, device="cpu", max_total_tokens=300, **options)
-
-
-@pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_one_rank_computes_short_convolutions(option: str, tmp_path: Path) -> None:
-    checkpoints.write(checkpoints.lfm2(), tmp_path)
-    with pytest.raises(ModelError, match=f"{option} is 2, but layers of a Lfm2ForCausalLM keep a state"):
-        Runtime(tmp_path, device="cpu", max_total_tokens=300, **{option: 2})
 
 
 def test_caches_are_not_kept(folder: Path, tmp_path: Path) -> None:

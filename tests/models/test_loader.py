@@ -53,7 +53,7 @@ def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) ->
 
 def loaded(folder: Path, **options: Any) -> dict[str, Tensor]:
     model, _ = load_model(folder, **options)
-    return dict(model.checkpoint_tensors())
+    return {name: unpacked(place) for name, place in model.checkpoint_tensors()}
 
 
 def assert_same_weights(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:

@@ -22,9 +22,9 @@ from radixrt.execution.products import compare_all
 from radixrt.limits import PassLimits
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import load_model, reload_weights
-from radixrt.models.qwen_hybrid import HybridConfig
 from radixrt.models.rank_part import rank_part
 from radixrt.models.registry import ARCHITECTURES
+from tests.models import test_hybrid
 from tests.models.test_int4_checkpoints import numbers_of, weights_of
 from tests.models.test_parity import MODELS, Session, prompt
 from tests.support import checkpoints, int4_checkpoints, quantised_checkpoints
@@ -84,6 +84,14 @@ ON_TWO = (
     "qwen2.5-vl, text",
     "qwen3-vl, text",
     "qwen3-vl-moe, text",
+    "qwen3-next",
+    "qwen3-next, as many heads of keys as of values",
+    "qwen3.5, tied, with biases",
+    "qwen3.5-moe",
+    "lfm2 with biases, its size as it is",
+    "lfm2-moe",
+    "qwen3.5, the text of a model with images",
+    "qwen3.5-moe, the text of a model with images",
 )
 ON_FOUR = (
     "llama",
@@ -113,7 +121,14 @@ ON_FOUR = (
     "gemma3",
     "mixtral",
     "qwen3-moe, renormalised",
+    "qwen3-next",
+    "qwen3.5",
 )
+# Of models that have fewer where two ranks divide them.
+HEADS_OF_FOUR: dict[str, dict[str, int]] = {
+    "qwen3-next": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
+    "qwen3.5": {"linear_num_key_heads": 4},
+}
 
 
 @pytest.mark.parametrize("name", ON_TWO)
@@ -126,13 +141,13 @@ def test_two_ranks(name: str, tmp_path: Path) -> None:
 def test_four_ranks(name: str, tmp_path: Path) -> None:
     """Each holds a quarter of the vocabulary."""
     make: Any = MODELS[name]
-    assert_same_logits(checkpoints.write(make(vocab_size=DIVIDED), tmp_path), 4)
+    model = make(vocab_size=DIVIDED, **HEADS_OF_FOUR.get(name, {}))
+    assert_same_logits(checkpoints.write(model, tmp_path), 4)
 
 
 def test_no_family_is_left_out() -> None:
     makers: list[Any] = [MODELS[name] for name in (*ON_TWO, *ON_FOUR)]
-    refused = {name for name, family in ARCHITECTURES.items() if issubclass(family.config_class, HybridConfig)}
-    assert {type(make()).__name__ for make in makers} >= {*ARCHITECTURES} - {"Ministral3ForCausalLM"} - refused
+    assert {type(make()).__name__ for make in makers} >= {*ARCHITECTURES} - {"Ministral3ForCausalLM"}
 
 
 def test_bfloat16(tmp_path: Path) -> None:
@@ -174,6 +189,37 @@ def test_what_a_rank_holds(tmp_path: Path) -> None:
             assert torch.equal(own[replicated], everything[replicated])
 
 
+def test_what_a_rank_holds_of_a_delta_net(tmp_path: Path) -> None:
+    """Half of the heads of queries, keys and values, each by itself; half of a shared expert, its whole gate."""
+    folder = checkpoints.write(checkpoints.qwen3_next(), tmp_path)
+    whole, config = load_model(folder)
+    everything, net, mixture = whole.state_dict(), "blocks.0.attention.", "blocks.0.feed_forward."
+    for rank in range(2):
+        part, _ = load_model(folder, ranks=Ranks(rank, 2))
+        own, sizes = part.state_dict(), part.config.delta_sizes
+        assert (sizes.num_key_heads, sizes.num_value_heads, sizes.key_dim, sizes.value_dim) == (1, 2, 16, 8)
+        assert own.keys() == everything.keys()
+        expected = {
+            name: torch.cat([each.chunk(2)[rank] for each in everything[net + name].split(parts)])
+            for name, parts in (
+                ("qkvz.weight.values", (32, 32, 32, 32)),
+                ("conv", (32, 32, 32)),
+                ("ba.weight.values", (4, 4)),
+                ("a_log", (4,)),
+                ("dt_bias", (4,)),
+            )
+        }
+        expected["output.weight.values"] = everything[net + "output.weight.values"].chunk(2, 1)[rank]
+        expected["norm.weight"] = everything[net + "norm.weight"]
+        assert {net + name for name in expected} == {name for name in own if name.startswith(net)}
+        for name, right in expected.items():
+            assert torch.equal(own[net + name], right), name
+        down, gate = mixture + "shared.down.weight.values", mixture + "shared_gate.weight.values"
+        assert torch.equal(own[down], everything[down].chunk(2, 1)[rank])
+        assert torch.equal(own[gate], everything[gate])
+        assert part.kv_layout(torch.float32).bytes_per_state * 2 == config.kv_layout(torch.float32).bytes_per_state
+
+
 def test_a_view_of_the_file_is_taken_or_packed_parts_joined() -> None:
     """Rank 1 of 4: the second quarter of six rows to four, or of their columns."""
     stored, ranks = torch.arange(96).view(8, 12), Ranks(1, 4)
@@ -199,7 +245,9 @@ def test_a_view_of_the_file_is_taken_or_packed_parts_joined() -> None:
         rank_part("x", stored, packed, own, ranks)
 
 
-@pytest.mark.parametrize("make", [checkpoints.llama, checkpoints.phi3, checkpoints.gpt_oss_in_mxfp4])
+@pytest.mark.parametrize(
+    "make", [checkpoints.llama, checkpoints.phi3, checkpoints.gpt_oss_in_mxfp4, checkpoints.qwen3_5]
+)
 def test_random_weights_are_those_of_one_rank(make: Callable[..., Any], tmp_path: Path) -> None:
     folder = checkpoints.write(make(vocab_size=DIVIDED), tmp_path)
     assert_same_logits(folder, 2, load_format="dummy")
@@ -241,7 +289,11 @@ def write_int4(
     return lambda folder: int4_checkpoints.write(make(**{**SHAPE, **changes}), folder, words)
 
 
-EXPERTS = {"moe_intermediate_size": 256}
+def write_hybrid(form: str, make: Callable[..., Any], **changes: Any) -> Callable[[Path], Any]:
+    return lambda folder: test_hybrid.write_e4m3(make, folder, form, **{**SHAPE, **changes})
+
+
+EXPERTS, SHARED = {"moe_intermediate_size": 256}, {"shared_expert_intermediate_size": 256}
 PACKED = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 512}
 QUANTISED: dict[str, Callable[[Path], Any]] = {
     **{form: write_e4m3(form, attention_bias=True) for form in quantised_checkpoints.FORMATS},
@@ -257,6 +309,8 @@ QUANTISED: dict[str, Callable[[Path], Any]] = {
     "pack-quantized, packed": write_int4(Words.COMPRESSED, checkpoints.phi3, **PACKED),
     "awq, experts": write_int4(Words.AWQ, checkpoints.qwen3_moe, **EXPERTS),
     "pack-quantized, experts": write_int4(Words.COMPRESSED, checkpoints.qwen3_moe, **EXPERTS),
+    "fp8 blocks, delta nets": write_hybrid("fp8 blocks", checkpoints.qwen3_next, **EXPERTS, **SHARED),
+    "compressed channels, delta nets": write_hybrid("compressed channels", checkpoints.qwen3_5),
 }
 
 
@@ -333,6 +387,13 @@ def test_what_does_not_divide_is_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(ModelError, match=f"^{message}"):
             replace(config, **changes).for_ranks(size)
+    _, hybrid = load_model(checkpoints.write(checkpoints.qwen3_5(), tmp_path / "hybrid"))
+    for changes, message in (
+        ({}, "linear_num_key_heads 2 is not a multiple of tensor_parallel_size 4"),
+        ({"num_key_heads": 4, "num_value_heads": 6}, "linear_num_value_heads 6 is not a multiple of "),
+    ):
+        with pytest.raises(ModelError, match=f"^{message}"):
+            replace(hybrid, **changes).for_ranks(4)
     assert config.for_ranks(1) == config
 
 
@@ -363,6 +424,14 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         write_int4(Words.GPTQ, head_dim=4, num_attention_heads=64),
         f"num_key_value_heads gives a rank 4 of 8 features, but {INT4} 8,",
     ),
+    "blocks of heads of a delta net's keys": (
+        write_hybrid("fp8 blocks", checkpoints.qwen3_5, linear_key_head_dim=64),
+        f"linear_num_key_heads gives a rank 64 of 128 features, but {E4M3} 128,",
+    ),
+    "blocks of heads of a delta net's values": (
+        write_hybrid("fp8 blocks", checkpoints.qwen3_5, linear_value_head_dim=96),
+        f"linear_num_value_heads gives a rank 192 of 384 features, but {E4M3} 128,",
+    ),
     "groups of MXFP4": (
         lambda folder: checkpoints.write(checkpoints.gpt_oss_in_mxfp4(intermediate_size=96), folder),
         "intermediate_size gives a rank 48 of 96 features, but MXFP4 is stored in units of 32,",
@@ -382,4 +451,13 @@ def test_units_are_not_cut(name: str, tmp_path: Path) -> None:
 def test_parts_of_words_that_need_none(tmp_path: Path) -> None:
     """compressed-tensors packs along inputs alone: heads of keys may be of four outputs."""
     write_int4(Words.COMPRESSED, head_dim=4, num_attention_heads=64)(tmp_path)
+    assert_same_logits(tmp_path, 2)
+
+
+def test_parts_of_groups_that_need_none(tmp_path: Path) -> None:
+    """Heads of a delta net's keys are no layer's inputs: a rank may have 16 features of them."""
+    sizes = {"linear_key_head_dim": 16, "linear_num_value_heads": 4, "linear_value_head_dim": 64}
+    ignored = [f"model.layers.{layer}.linear_attn.in_proj_{part}" for layer in (0, 2) for part in "ba"]
+    model = checkpoints.qwen3_5(**{**SHAPE, **sizes})
+    int4_checkpoints.write(model, tmp_path, Words.COMPRESSED, ignore=["lm_head", *ignored])
     assert_same_logits(tmp_path, 2)

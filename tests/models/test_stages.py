@@ -31,7 +31,7 @@ class StagedSession(Session):
 
     def __init__(self, model: Decoder) -> None:
         super().__init__(model, model.config)
-        self.kv = self.kv[:, : len(model.layers)].to(model.placement.dtype)
+        self.kv = self.kv.to(model.placement.dtype)
 
     def hidden(self, *requests: tuple[int, list[int], int], num_extends: int | None = None) -> Tensor:
         """Of all new tokens of (row, tokens so far, how many of them have their KV in the pool)."""
@@ -44,6 +44,7 @@ class StagedSession(Session):
             torch.cat(slots).numpy(),
             self.req_to_token,
             num_extends=num_extends,
+            states=None if self.states is None else self._states_of(requests),
         )
         ids = torch.tensor([token for _, ids, prefix in requests for token in ids[prefix:]], dtype=torch.int32)
         handed = None
@@ -94,6 +95,8 @@ KEPT = (
     "qwen3-moe",
     "gpt-oss",
     "mistral, the text of a model with images",
+    "qwen3-next",
+    "qwen3.5-moe",
 )
 
 
@@ -110,7 +113,7 @@ def test_families(name: str, tmp_path: Path) -> None:
     assert_same_logits(checkpoints.write(model, tmp_path), Shape(min(count, 3), min(count, 3)))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "granite"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "granite", "qwen3-next"])
 def test_ranks_in_stages(name: str, tmp_path: Path) -> None:
     make: Any = MODELS[name]
     assert_same_logits(checkpoints.write(make(), tmp_path), Shape(4, 2))
@@ -199,7 +202,9 @@ def test_what_a_stage_holds_and_reads(tied: bool, tmp_path: Path, monkeypatch: p
     assert found == [embedding, set(), last | (embedding if tied else {"lm_head.weight"})]
 
 
-@pytest.mark.parametrize("make", [checkpoints.llama, checkpoints.phi3, checkpoints.gpt_oss_in_mxfp4])
+@pytest.mark.parametrize(
+    "make", [checkpoints.llama, checkpoints.phi3, checkpoints.gpt_oss_in_mxfp4, checkpoints.qwen3_5]
+)
 def test_random_weights_are_those_of_one_stage(make: Any, tmp_path: Path) -> None:
     assert_same_logits(checkpoints.write(make(), tmp_path), Shape(2, 2), load_format="dummy")
 

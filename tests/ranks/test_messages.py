@@ -21,6 +21,7 @@ from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.passes import Pass, SamplingInputs
 from radixrt.workers.channel import decode, encode
+from tests.support.passes import plain_pass
 
 
 def check_same(own: Any, other: Any) -> None:
@@ -76,6 +77,14 @@ def test_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(pass_.sampling.masked is not None for pass_ in passes)
     assert any(pass_.sampling.processed is not None for pass_ in passes)
     assert any(len(pass_.scored) for pass_ in passes)
+
+
+@pytest.mark.parametrize("kept", [{}, {"state_reads": np.arange(2, 4), "state_writes": np.arange(5, 7)}], ids=len)
+def test_states_of_rows(kept: dict[str, Any]) -> None:
+    """Or none."""
+    pass_ = plain_pass([3, 1], [0, 4], [5, 5], **{name: array.astype(np.int32) for name, array in kept.items()})
+    (message,) = decode(bytearray(encode(PassWriter().message(pass_))))
+    check_same(pass_, PassReader().pass_of(message))
 
 
 def test_a_follower_s_table_is_the_first_rank_s(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ import torch
 from radixrt.errors import DeviceLostError
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
+from tests.models.test_hybrid import MODELS, answers, tree
 from tests.ranks.test_ranks import LINES, PARAMS, none_left, ranks_of_this_process, tokens_of
+from tests.support import checkpoints
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,6 +41,18 @@ def test_answers_are_those_of_one_card(two: dict[str, int], pool: dict[str, Any]
     with none_left(), runtime(**two, **pool) as both:
         for _ in range(2):
             assert tokens_of(both.generate(lines, params)) == expected
+
+
+@TWO
+@pytest.mark.parametrize("name", MODELS)
+def test_hybrids(name: str, two: dict[str, int], tmp_path: Path) -> None:
+    """Prompts that part at many places, cold and warm, in float32."""
+    folder, asked = checkpoints.write(MODELS[name](), tmp_path), tree(depth=3)
+    options = {"model": folder, "device": "cuda", "dtype": "float32", "max_total_tokens": 4000}
+    with Runtime(**options) as one:
+        expected = answers(one, asked)
+    with none_left(), Runtime(**two, **options) as both:
+        assert [answers(both, asked) for _ in range(2)] == [expected] * 2
 
 
 @TWO

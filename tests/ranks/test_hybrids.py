@@ -1,0 +1,216 @@
+"""Models whose layers keep states, on several ranks: answers, and what each rank keeps. Most ranks are threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import radixrt.assembly
+from radixrt.errors import ModelError, ParameterError
+from radixrt.execution import memory_budget
+from radixrt.ranks import rank
+from radixrt.runtime import Runtime
+from radixrt.sampling_params import SamplingParams
+from tests.models.test_hybrid import GREEDY, answers, prompts, shared_lens, tree
+from tests.ranks.test_ranks import none_left, tokens_of
+from tests.ranks.test_ranks import runtime as on_ranks
+from tests.support import checkpoints
+from tests.support.stages import followers_of, staged
+
+# Some stages keep no states, the last one among them, and some have no attention.
+NET, FULL = "linear_attention", "full_attention"
+MODELS: dict[str, Callable[..., Any]] = {
+    "qwen3.5": partial(checkpoints.qwen3_5, num_hidden_layers=4, layer_types=[NET, NET, NET, FULL]),
+    "qwen3.5-moe": partial(checkpoints.qwen3_5_moe, layer_types=[NET, NET, FULL], tie_word_embeddings=True),
+    "qwen3-next": partial(checkpoints.qwen3_next, layer_types=[FULL, NET, FULL]),
+    "lfm2-moe": partial(checkpoints.lfm2_moe, conv_bias=True),
+}
+# Stages, ranks in each, and whether passes are padded to captured shapes.
+SHAPES = {
+    "qwen3.5": [(1, 2, True), (3, 1, True)],
+    "qwen3.5-moe": [(1, 2, False), (2, 1, False), (2, 2, True)],
+    "qwen3-next": [(2, 2, False), (3, 1, False)],
+    "lfm2-moe": [(2, 2, False)],
+}
+MANY = {"max_total_tokens": 2000, "chunked_prefill_size": 24}
+ASKED = [*tree(depth=3), *prompts(1, 2, 70)]
+SEVERAL = SamplingParams(temperature=0, n=3, max_new_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: checkpoints.write(make(), tmp_path_factory.mktemp("model")) for name, make in MODELS.items()}
+
+
+def all_parts(runtime: Runtime) -> list[Any]:
+    """Of all ranks, by their numbers, once they have done all that they were told."""
+    followers = followers_of(runtime)
+    followers.wait_for(followers.ask({}))
+    return [runtime.parts.model, *(followers.parts[rank] for rank in sorted(followers.parts))]
+
+
+def poison(pools: list[Any]) -> None:
+    """Let unused slots and states hold NaN."""
+    for pool in pools:
+        for buffer in (pool.buffer, pool.states.conv, pool.states.recurrent):
+            buffer.fill_(torch.nan)
+
+
+def kept_states(runtime: Runtime) -> dict[tuple[int, ...], int]:
+    """The states that are kept, by the tokens that they are of."""
+    cache = runtime.parts.cache
+    assert cache.states is not None
+    paths = {state: [*cache.tree.path(node)][::-1] for state, node in cache.states.kept.items()}
+    return {tuple(t for step in path for t in step.tokens.tolist()): state for state, path in paths.items()}
+
+
+def whole_states(parts: list[Any], ranks: int) -> tuple[Tensor, Tensor]:
+    """The convolution's inputs and the matrices of all layers and heads, from all ranks, stage by stage."""
+    found: list[tuple[Tensor, Tensor]] = []
+    for begin in reversed(range(0, len(parts), ranks)):  # ranks are counted from the last stage on
+        stage = parts[begin : begin + ranks]
+        sizes = stage[0].decoder.config.delta_sizes.parts
+        pools = [part.kv_pool.states for part in stage]
+        own = zip(*(pool.conv.split(sizes, dim=2) for pool in pools), strict=True)
+        conv = torch.cat([torch.cat(part, dim=2) for part in own], dim=2)
+        found.append((conv, torch.cat([pool.recurrent for pool in pools], dim=2)))
+    conv, recurrent = (torch.cat(of_stages) for of_stages in zip(*found, strict=True))
+    return conv, recurrent
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_and_states_are_those_of_one_rank(name: str, folders: dict[str, Path]) -> None:
+    """In chunks, cold and warm, several to a prompt; prefixes are computed once. States have the same numbers."""
+    with on_ranks(1, model=folders[name], dtype="float32", **MANY) as one:
+        expected = [answers(one, ASKED) for _ in range(2)]
+        forked = [answer.token_ids for answer in one.generate(ASKED[3], SEVERAL).outputs]
+        right, layers, identity = kept_states(one), one.parts.model.kv_pool.states, one.identity()
+    for stages, ranks, captured in SHAPES[name]:
+        with staged(stages, ranks, captured=captured, model=folders[name], **MANY) as several:
+            parts = all_parts(several)
+            poison([part.kv_pool for part in parts])
+            cold = several.generate(ASKED, GREEDY)
+            assert [list(output.token_ids) for output in cold] == expected[0]
+            assert sum(output.usage.cached_tokens for output in cold) == shared_lens(ASKED)
+            assert answers(several, ASKED) == expected[1]
+            assert several.identity() == identity
+            assert [answer.token_ids for answer in several.generate(ASKED[3], SEVERAL).outputs] == forked
+            found, own = kept_states(several), whole_states(all_parts(several), ranks)
+            both = [*(found.keys() & right.keys())]
+            assert len(both) > 20
+            for path in both:
+                for mine, theirs in zip(own, (layers.conv, layers.recurrent), strict=True):
+                    torch.testing.assert_close(mine[:, found[path]], theirs[:, right[path]], atol=1e-4, rtol=1e-4)
+
+
+def test_draws_and_a_small_pool(folders: dict[str, Path]) -> None:
+    """Answers are retracted where the pool does not hold all: their states are given up, and begun again."""
+    params = [
+        SamplingParams(max_new_tokens=40, temperature=0.9, top_k=8, seed=5, n=2, stop_token_ids=(7,)),
+        SamplingParams(max_new_tokens=40, temperature=0.0, logprobs=2, stop_token_ids=(7,)),
+    ]
+    asked = prompts(*range(8, 16))
+    given = [params[k % 2] for k in range(len(asked))]
+    small = {"model": folders["qwen3.5-moe"], "max_total_tokens": 110}
+    with on_ranks(1, dtype="float32", **small) as one:
+        expected = tokens_of(one.generate(asked, given))
+    with staged(2, 1, **small) as several:
+        poison([part.kv_pool for part in all_parts(several)])
+        assert tokens_of(several.generate(asked, given)) == expected
+        assert several.parts.scheduler.num_retractions
+
+
+def test_other_weights_and_identities(folders: dict[str, Path], tmp_path: Path) -> None:
+    """KV in e4m3 has scales of the layers with attention alone, of which stages have one, or none."""
+    name, options = "qwen3-next", {"kv_dtype": "fp8", "max_total_tokens": 300}
+    other = checkpoints.write(MODELS[name](seed=1), tmp_path)
+    asked, told = prompts(20, 5), []
+    with staged(3, 1, model=folders[name], **options) as several:
+        told = [(answers(several, asked), several.identity())]
+        several.update_weights(other)
+        told.append((answers(several, asked), several.identity()))
+    for folder, (tokens, identity) in zip((folders[name], other), told, strict=True):
+        with on_ranks(1, model=folder, dtype="float32", **options) as one:
+            assert (answers(one, asked), one.identity()) == (tokens, identity)
+    assert told[0] != told[1]
+
+
+@pytest.mark.parametrize(("name", "stages", "ranks"), [("qwen3.5-moe", 2, 2), ("qwen3-next", 3, 1)])
+def test_each_rank_holds_its_part(
+    name: str, stages: int, ranks: int, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many states, and slots, as the rank that has least room for them."""
+    pool_states, pool_slots, nth = rank.pool_states, rank.pool_slots, count()
+    monkeypatch.setattr(rank, "pool_states", lambda *sizes: pool_states(*sizes) - next(nth))
+    monkeypatch.setattr(
+        rank, "pool_slots", lambda *sizes, **more: min(pool_slots(*sizes, **more), 801 - next(nth))
+    )
+    with staged(stages, ranks, model=folders[name]) as several:
+        parts = all_parts(several)
+        last = len(parts) - 1
+        assert several.parts.limits.num_states == 14 + 64 - last
+        pools = [part.kv_pool for part in parts]
+        for pool in pools:
+            assert pool.buffer.shape[2] == 801 - last - len(parts)
+            assert pool.states.conv.shape[1] == pool.states.recurrent.shape[1] == 1 + 14 + 64 - last
+            assert pool.states.conv.shape[2] == 96 // ranks
+            assert pool.states.recurrent.shape[2] == 4 // ranks
+        kinds = [kind.is_recurrent for kind in parts[0].decoder.config.attention]
+        assert sum(len(pool.states.conv) for pool in pools) == ranks * sum(kinds)
+        assert sum(len(pool.buffer) for pool in pools) == ranks * (len(kinds) - sum(kinds))
+
+
+def test_ranks_of_one_host_share_its_memory(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of each one's share is for the states of requests that run."""
+    size = 2 * (48 * 3 + 2 * 16 * 8) * 4  # of half of the heads, in two layers
+    for module in (rank, memory_budget):
+        monkeypatch.setattr(module, "free_bytes", lambda device: 2 * 4 * 4 * 20 * size)
+    options: dict[str, Any] = {"max_running_requests": None, "max_total_tokens": 300}
+    with staged(1, 2, model=folders["qwen3.5-moe"], **options) as both:
+        assert both.parts.limits.max_running_requests == 12
+        assert both.parts.limits.num_states == 19 + 15  # of rows, and in a quarter of what these leave
+
+
+# --- processes ---
+
+
+def test_processes(folders: dict[str, Path]) -> None:
+    options = {"model": folders["qwen3.5-moe"], "dtype": "float32", **MANY}
+    with on_ranks(1, **options) as one:
+        expected = answers(one, ASKED[::3])
+    with none_left(), on_ranks(2, **options) as both:
+        assert [answers(both, ASKED[::3]) for _ in range(2)] == [expected] * 2
+
+
+def test_what_cannot_be_done_is_refused(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name; no process is started."""
+    started = Mock()
+    monkeypatch.setattr(radixrt.assembly, "start_followers", started)
+    sizes = "linear_num_key_heads 2 is not a multiple of tensor_parallel_size 4"
+    stages = "num_hidden_layers 3 is less than pipeline_parallel_size 4"
+    host = "host_memory_gb is 0.1, but layers of a Qwen3_5MoeForCausalLM keep a state of each sequence, which seve"
+    for options, message in (
+        ({"tensor_parallel_size": 4}, sizes),
+        ({"pipeline_parallel_size": 4}, stages),
+        ({"pipeline_parallel_size": 2, "host_memory_gb": 0.1}, host),
+        ({"tensor_parallel_size": 2, "host_memory_gb": 0.1}, host),
+    ):
+        with pytest.raises((ModelError, ParameterError), match=message):
+            Runtime(folders["qwen3.5-moe"], device="cpu", max_total_tokens=300, **options)
+    started.assert_not_called()
+
+
+def test_caches_are_not_kept(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Also where the first rank's stage keeps no states."""
+    with staged(2, 1, model=folders["qwen3.5-moe"]) as several:
+        for keep in (several.save_cache, several.load_cache):
+            with pytest.raises(ParameterError, match=f"{keep.__name__} keeps KV alone"):
+                keep(tmp_path / "cache.safetensors")
