@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from radixrt.errors import ParameterError
+
 HANG_SECONDS = (
     600.0  # without the end of a pass, after which a replica counts as lost; the first may compile for long
 )
@@ -72,11 +74,25 @@ def requests_with_states(most: int, free: int, bytes_per_state: int) -> int:
     return max(1, min(most, rows * 2 // 3 - 1))  # at which there are no more rows than that
 
 
-def kept_states(limits: PassLimits, free: int, bytes_per_state: int) -> int:
-    """How many states of sequences are kept for others that begin alike: as many as requests run at once, or 64 if
-    that is more, and no more than a quarter of `free` bytes holds, which the others leave.
+def states_in_pool(limits: PassLimits, free: int, bytes_per_state: int) -> int:
+    """States of a pool in `free` bytes, the reserved one included: one for each row, and those that are kept for
+    others that begin alike: as many as requests run at once, or 64 if that is more, and no more than a quarter of
+    what the others leave holds. 0 where states have 0 bytes, since no layer keeps any.
+
+    Raises ParameterError where those of the rows do not fit.
     """
-    return min(max(limits.max_running_requests, _FEWEST_KEPT), int(_SHARE_OF_STATES * free) // bytes_per_state)
+    if not bytes_per_state:
+        return 0
+    of_rows = 1 + limits.num_rows
+    left = free - of_rows * bytes_per_state
+    if left < 0:
+        raise ParameterError(
+            f"max_running_requests is {limits.max_running_requests}, whose sequences have {of_rows:,} states of "
+            f"{bytes_per_state:,} bytes each, but there are {free:,} bytes for them and the KV; lower "
+            "max_running_requests"
+        )
+    fitting = int(_SHARE_OF_STATES * left) // bytes_per_state
+    return of_rows + min(max(limits.max_running_requests, _FEWEST_KEPT), fitting)
 
 
 @dataclass(frozen=True)

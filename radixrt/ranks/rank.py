@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -167,6 +168,9 @@ def assemble_rank(
     if not on_gpu or config.threads is not None:
         torch.set_num_threads(config.threads or min(torch.get_num_threads(), usable_processors()))
     tree = config.attention == "tree"
+    share, wanted = config.share_of_memory(on_gpu=on_gpu), config.max_total_tokens
+    if not on_gpu:
+        share /= group.shape.size  # all ranks take of the same memory
 
     if decoder is None:
         with context_beside(device):
@@ -182,6 +186,7 @@ def assemble_rank(
                 quantization=config.quantization,
                 ranks=group.ranks,
                 stage=group.stage,
+                check=partial(_check_states, config, device, share),
             )
     else:
         whole_config = decoder.config
@@ -223,9 +228,6 @@ def assemble_rank(
             for_passes = measured_pass_memory(decoder, rows, limits, kv_dtype, captured=captured, tree=tree)
     seconds["memory"] = time.perf_counter() - memory_began
 
-    share, wanted = config.share_of_memory(on_gpu=on_gpu), config.max_total_tokens
-    if not on_gpu:
-        share /= group.shape.size  # all ranks take of the same memory
     num_states = pool_states(device, layout, limits, share)
     sizes = {"promised": for_passes, "beside": num_states * layout.bytes_per_state}
     slots = pool_slots(device, bytes_per_slot, memory_fraction=share, max_total_tokens=wanted, **sizes)
@@ -258,6 +260,16 @@ def assemble_rank(
     if captured_graphs:
         _log.info("graphs: %d captured in %.1f s", captured_graphs, seconds["graphs"])
     return RankParts(folder, decoder, whole_config, limits, rows, kv_pool, host_pool, runner, products, seconds)
+
+
+def _check_states(config: RuntimeConfig, device: torch.device, share: float, skeleton: Decoder) -> None:
+    """Raise ParameterError where the weights will leave too little memory for the states of the requests at once
+    that are asked for. Where nobody says how many, those run that find room.
+    """
+    if skeleton.config.keeps_states and config.max_running_requests is not None:
+        weights = sum(weight.numel() * weight.itemsize for weight in skeleton.parameters())
+        layout = skeleton.kv_layout(skeleton.placement.dtype)
+        pool_states(device, layout, config.pass_limits(on_gpu=device.type == "cuda"), share, promised=weights)
 
 
 def _pass_limits(config: RuntimeConfig, model: ModelConfig, device: torch.device, layout: KVLayout) -> PassLimits:
