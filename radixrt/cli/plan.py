@@ -134,6 +134,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             raise ParameterError(
                 f"the longest request needs {plan.longest_request:,} tokens, but the pool holds "
                 f"{limits.pool_tokens:,}: raise --max-total-tokens"
+                + (", or lower --max-running-requests, which all have states" if limits.num_states else "")
             )
         expectation = plan.expect(limits, shape, card.speed)
         ranges = None

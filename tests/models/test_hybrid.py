@@ -28,6 +28,7 @@ from radixrt.execution.memory_budget import largest_pass, pool_slots, pool_state
 from radixrt.execution.model_runner import ModelRunner, Tuning
 from radixrt.execution.pass_builder import PassKey
 from radixrt.limits import NO_PASSES, PassLimits, requests_with_states
+from radixrt.models import loader
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import load_model
 from radixrt.models.qwen_hybrid import _regrouped
@@ -412,6 +413,21 @@ def test_the_costs_that_plans_are_made_of(reference: tuple[Any, Path]) -> None:
 def test_what_states_cannot_do(folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises((ModelError, ParameterError), match=message):
         Runtime(folder, device="cpu", max_total_tokens=300, **options)
+
+
+def test_states_are_refused_before_weights_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would fit, were it not for the weights."""
+    model, _ = load_model(folder, device=CPU)
+    limits = PassLimits(20, 64)
+    states = (1 + limits.num_rows) * model.kv_layout(torch.float32).bytes_per_state
+    weights = sum(weight.nbytes for weight in model.parameters())
+    monkeypatch.setattr(memory_budget, "free_bytes", lambda device: 4 * states + weights - 4)
+    monkeypatch.setattr(loader, "_fill_from_files", lambda *_: pytest.fail("weights are read"))
+    with pytest.raises(ParameterError, match="max_running_requests is 20, whose sequences have 32 states of"):
+        Runtime(folder, device="cpu", max_total_tokens=300, max_running_requests=20)
+    for options in ({"max_running_requests": 19}, {}):
+        with pytest.raises(pytest.fail.Exception, match="weights are read"):
+            Runtime(folder, device="cpu", max_total_tokens=300, **options)
 
 
 def test_caches_are_not_kept(folder: Path, tmp_path: Path) -> None:
