@@ -202,6 +202,10 @@ class PrefixCache(CountsHits):
         """The part of `tokens` `[n]` that need not be computed: at most `limit` tokens of it."""
         return self.tree.match(namespace, tokens, limit if self.may_match else 0)
 
+    def usable(self, match: Match) -> Match:
+        """The part of a match that a lease begins with: where there are states, up to the last one."""
+        return match if self.states is None else match.at_state
+
     def leader(self, match: Match, tokens: Tokens, limit: int) -> Lease | None:
         """The lease that is computing the token after `match`, just made with the same arguments.
 
@@ -267,7 +271,7 @@ class PrefixCache(CountsHits):
         stateless = 0
         if self.states is not None:
             whole = on_device.length
-            match = on_device = on_device.at_state
+            match = on_device = self.usable(match)
             stateless = whole - match.length
             if stateless >= self.states.least_gain:
                 stops.append(whole)

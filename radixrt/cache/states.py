@@ -42,6 +42,7 @@ class States:
         own: by the row of a lease, int32 `[max_requests]`: the state that its passes may overwrite.
         at: by row, that which its next pass begins with.
         kept: by state, the node that has it.
+        version: changes whenever a node gets a state, or loses one.
         given_up_unused: how many that were left where prompts part were given up before a lease began with them.
     """
 
@@ -53,7 +54,7 @@ class States:
         self.ends, self.unused = set[int](), set[int]()
         self.pending: deque[tuple[int, int]] = deque()  # after which pass, and which state
         self.fresh: dict[int, dict[int, int]] = {}  # by row, those that were left and not published, by position
-        self.given_up_unused = 0
+        self.version = self.given_up_unused = 0
         self._num_begun = 0  # leases that have one of their own
         self._readers: Counter[int] = Counter()  # of kept and fresh states: rows whose next pass begins with it
         self._coming: list[int] = []  # what the coming pass reads of them
@@ -187,6 +188,7 @@ class States:
 
     def _forget(self, state: int, passes: tuple[int, int]) -> None:
         del self.kept[state]
+        self.version += 1
         self.given_up_unused += state in self.unused
         self.ends.discard(state)
         self.unused.discard(state)
@@ -199,6 +201,7 @@ class States:
     def _keep(self, state: int, node: Node) -> None:
         node.state = state
         self.kept[state] = node
+        self.version += 1
 
     def _has_read(self, row: int, state: int) -> None:
         if state != self.own[row]:

@@ -18,7 +18,7 @@ from radixrt.config import RuntimeConfig
 from radixrt.errors import ParameterError
 from radixrt.execution import memory_budget
 from radixrt.execution.memory_budget import pool_slots, pool_states
-from radixrt.limits import PassLimits, RunLimits
+from radixrt.limits import RunLimits
 from radixrt.planning.cards import MEMORY_FRACTION, PASS_BYTES, Card, find_card
 from radixrt.planning.demands import Demands
 from radixrt.planning.shards import cut_in_pieces

@@ -213,7 +213,9 @@ class Invariants:
         require("20: a state is in one place", len(everything) == states.allocator.capacity + 1, groups)
         stats = self.world.cache.stats()
         for name in ("free", "kept", "pending"):
-            require("4: statistics equal their recount", getattr(stats, f"state_{name}") == len(groups[name]), name)
+            require(
+                "4: statistics equal their recount", getattr(stats, f"state_{name}") == len(groups[name]), name
+            )
         require("4: statistics equal their recount", stats.state_own == len(groups["own"]) + len(groups["fresh"]))
         require("4: statistics equal their recount", stats.state_capacity == len(everything) - 1)
         require("4: statistics equal their recount", stats.stateless_tokens == self.world.stateless_tokens)
@@ -380,6 +382,8 @@ class Invariants:
             require(
                 name, expected.length() == match.length, (answer.request.index, expected.length(), match.length)
             )
+            usable = self.world.cache.usable(match).length
+            require(name, expected.usable_length() == usable, (answer.request.index, usable))
             leader = self.world.cache.leader(match, tokens, answer.match_limit)
             require(name, expected.has_leader() == (leader is not None), answer.request.index)
         name = "6: a match is a prefix, in the same namespace, without the last token"
