@@ -42,7 +42,8 @@ class PendingMatch:
         if states is None:
             return length
         if self._usable is None or self._states_version != states.version:
-            self._usable, self._states_version = self._cache.usable(self._match).length, states.version
+            usable = self._cache.usable(self.match())  # its edge may have been split since
+            self._usable, self._states_version = usable.length, states.version
         return self._usable
 
     def match(self) -> Match:
