@@ -481,8 +481,9 @@ class Runtime:
         return self.parts.cache.stats()
 
     def cached_len(self, prompt_ids: NDArray[np.int32]) -> int:
-        """Leading tokens of a prompt `[n]` that are cached now, in either tier, for requests without a tenant. Where
-        layers keep states, those up to the last one.
+        """Leading tokens of a prompt `[n]` that are cached now, in either tier, for requests without a tenant.
+
+        Where layers keep states: up to the last one.
         """
         cache = self.parts.cache
         return cache.usable(cache.match(self._builder.namespace(None), prompt_ids, len(prompt_ids))).length

@@ -25,7 +25,7 @@ from radixrt.planning.shards import cut_in_pieces
 from radixrt.ranks import rank
 from radixrt.report.figures import plan_advice, plan_figures
 from radixrt.workloads.bound import DeviceSpeed, ModelShape, RecurrentLayers
-from tests.planning.test_batch_plan import TOY
+from tests.planning.test_batch_plan import SMALL, TOY, modelled_run, plan_of, real_run
 from tests.support import checkpoints
 from tests.support.plans import planned
 
@@ -99,6 +99,27 @@ def test_hits_end_at_states() -> None:
     assert found.planned.is_rehearsed
     assert found.planned.cached_tokens == reaches.planned.cached_tokens
     assert found.file_order.cached_tokens < reaches.file_order.cached_tokens
+
+
+@pytest.mark.parametrize(("running", "kept", "chunk"), [(8, 12, 256), (64, 64, 2048)])
+@pytest.mark.parametrize("name", [name for name in SMALL if name != "a chain"])
+def test_states_are_modelled(name: str, running: int, kept: int, chunk: int) -> None:
+    """Beside the real scheduler: as exactly as without them in the planned order, and roughly in the file's, where
+    KV alone would be up to a third too high.
+    """
+    plan, _ = plan_of(SMALL[name]())
+    limits = RunLimits(50_000, running, chunk)
+    limits = replace(limits, num_states=limits.of_pass.num_rows + kept)
+    for planned_order, tolerance in ((True, 0.01), (False, 0.08)):
+        real, modelled = (run(plan, limits, planned=planned_order) for run in (real_run, modelled_run))
+        assert modelled.hit_rate == pytest.approx(real.hit_rate, abs=tolerance)
+
+
+def test_without_a_state_nothing_is_found() -> None:
+    """Three prompts, one after the other, share 100 tokens. Beside that of the running one two stay free."""
+    plan = planned([[*range(100), 200 + i] for i in range(3)], 2)
+    for num_states, cached in ((3, 0), (4, 200)):
+        assert plan.predict(RunLimits(1000, 1, 64, num_states)).cached_tokens == cached
 
 
 def test_a_lack_of_states_is_told() -> None:
