@@ -6,7 +6,7 @@ locked while requests run on them; eviction of the least recently used leaf, its
 time, and remain as leaves or leave with all other tokens that no later prompt needs. It leaves out admission of
 others while a follower waits, and publication of a long prompt chunk by chunk.
 
-Where layers keep states, a prompt is found up to the last node with one. It leaves some where the next prompts part
+Where layers keep states, a prompt is found up to the last node with one. It leaves some where the next ones part
 from it, and where its own match ended beyond the last state.
 
 A request locks the path from the root to the deepest node of its prompt, and touches it. Only that node is noted:
