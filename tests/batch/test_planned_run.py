@@ -265,6 +265,8 @@ def test_what_lacked_a_state_is_told(files: tuple[Path, Path]) -> None:
     with scheduled_runtime(**sizes, num_states=20) as runtime:
         report = runtime.run_batch(*files, report=reports, order="file")
         stats = runtime.cache_stats()
+        again = runtime.run_batch(files[0], files[1].with_name("again.jsonl"), order="file")
+        assert again.run.stateless_tokens == runtime.cache_stats().stateless_tokens - stats.stateless_tokens
     run, page = json.loads(reports[0].read_text()), reports[1].read_text()
     assert report.run.stateless_tokens == run["run"]["stateless_tokens"] == stats.stateless_tokens > 0
     assert report.run.stateless_tokens + report.run.cached_tokens == 27 * 60, "what a model without states finds"

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from memory_pool.kv_layout import KVLayout, StateLayout
+from radixrt.cache.states import FOR_FRESH
 from radixrt.cli import main
 from radixrt.config import RuntimeConfig
 from radixrt.errors import ParameterError
@@ -21,13 +22,16 @@ from radixrt.execution.memory_budget import pool_slots, pool_states
 from radixrt.limits import RunLimits
 from radixrt.planning.cards import MEMORY_FRACTION, PASS_BYTES, Card, find_card
 from radixrt.planning.demands import Demands
+from radixrt.planning.kept_states import KeptStates
 from radixrt.planning.shards import cut_in_pieces
 from radixrt.ranks import rank
 from radixrt.report.figures import plan_advice, plan_figures
+from radixrt.sampling_params import SamplingParams
 from radixrt.workloads.bound import DeviceSpeed, ModelShape, RecurrentLayers
 from tests.planning.test_batch_plan import SMALL, TOY, modelled_run, plan_of, real_run
 from tests.support import checkpoints
 from tests.support.plans import planned
+from tests.support.runtimes import scheduled_runtime
 
 # Of eight layers, six keep states of 19.1 MB in all, and two keep KV of 4,096 bytes a token.
 LAYOUT = KVLayout(2, 4, 128, torch.bfloat16, StateLayout(6, 6144, 4, 32, 128, 192, torch.bfloat16))
@@ -122,6 +126,48 @@ def test_without_a_state_nothing_is_found() -> None:
         assert plan.predict(RunLimits(1000, 1, 64, num_states)).cached_tokens == cached
 
 
+def test_who_waits_tells_a_leader_of_several_passes() -> None:
+    """Documents of three passes each; their questions follow one another in the order of the file."""
+    heads = [[*range(1000 * group, 1000 * group + 300)] for group in range(1, 5)]
+    plan = planned([[*heads[index % 4], 9000 + index] for index in range(40)], 2)
+    limits = RunLimits(50_000, 4, 100, num_states=60)
+    real, modelled = (run(plan, limits, planned=False) for run in (real_run, modelled_run))
+    assert modelled.cached_tokens == real.cached_tokens == plan.statistics.best_cached_tokens
+
+
+def test_answers_begin_with_a_state_of_their_prompt() -> None:
+    plan = planned([[*range(1000)]], 3, 16)
+    limits = RunLimits(50_000, 32, 100, num_states=60)
+    real, modelled = real_run(plan, limits), modelled_run(plan, limits)
+    assert modelled.timeline.passes.sum() == pytest.approx(real.passes, abs=3)
+
+
+def test_what_is_evicted_has_no_state() -> None:
+    """A prefix is computed again, and its state is not there for the next one, only for the one after that."""
+    head, others = [*range(100)], ([*range(1000 * i, 1000 * i + 150)] for i in range(1, 9))
+    shared = [[*head, 500 + i] for i in range(6)]
+    prompts = [*shared[:3], next(others), next(others), shared[3], [7], shared[4], [8], shared[5]]
+    plan = planned(prompts, 2)
+    limits = RunLimits(250, 1, num_states=40)
+    found = [run(plan, limits, planned=False).cached_tokens for run in (real_run, modelled_run)]
+    assert found == [300, 300]
+
+
+def test_states_that_were_used_longest_ago_go_first() -> None:
+    states = KeptStates(3 + FOR_FRESH)
+    for node in (1, 2, 3):
+        states.leave(node, 0)
+    for node in (1, 2, 1):
+        states.use(node)
+    left = []
+    for running in (0, 1, 2, 3):
+        states.make_room(running)
+        left.append([node for node in (1, 2, 3) if states.has(node, 0)])
+    assert left == [[1, 2, 3], [1, 3], [3], []], "the third one was not used yet"
+    states.leave(4, 7)
+    assert (states.has(4, 6), states.has(4, 7)) == (False, True)
+
+
 def test_a_lack_of_states_is_told() -> None:
     prompts = [[*range(100 * group), *range(9000, 9100)] for group in range(1, 6)] * 4
     plan = planned([[*prompt, 10_000 + index] for index, prompt in enumerate(prompts)], 2)
@@ -144,3 +190,13 @@ def test_the_command_counts_states(tmp_path: Path, capsys: pytest.CaptureFixture
     shown = capsys.readouterr().out
     assert re.search(told, shown), shown
     assert "16 for 10 requests at once, 64 kept" in page.read_text()
+
+
+def test_what_is_cached_ends_at_a_state() -> None:
+    """What a plan may rely on: not the KV of what the first prompt shares with others."""
+    with scheduled_runtime(pool_tokens=5000, context_length=200, num_states=900) as runtime:
+        found = []
+        for last in range(3):
+            found.append(runtime.cached_len(np.array([*range(100), 500 + last], np.int32)))
+            runtime.generate([*range(100), 500 + last], SamplingParams(max_new_tokens=2))
+    assert found == [0, 0, 100]

@@ -127,6 +127,8 @@ def test_the_longest_match_ends_at_a_state() -> None:
     assert ranked() == [0, 2, 1], "it left a state there"
     states.make_room(30, cache.passes)
     assert ranked() == [0, 1, 2], "none is left"
+    run(engine, request(7, [*longer[:200], 7]))
+    assert ranked() == [0, 2, 1], "it left one where the tree has not changed"
 
 
 def test_a_list_in_order_keeps_it_behind_urgent_requests() -> None:
