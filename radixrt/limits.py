@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from radixrt.errors import ParameterError
+
 HANG_SECONDS = (
     600.0  # without the end of a pass, after which a replica counts as lost; the first may compile for long
 )
@@ -31,6 +33,13 @@ class PassLimits:
         """Rows of `ReqToTokenPool`: an ended request keeps its row until the passes in flight have ended."""
         return self.max_running_requests + self.max_running_requests // 2 + 1
 
+    @property
+    def own_states(self) -> int:
+        """States that requests have of their own, where layers keep some. Where many end in one pass, others begin
+        a pass later.
+        """
+        return self.max_running_requests + self.max_running_requests // 8 + 1
+
 
 NO_PASSES = PassLimits(max_running_requests=0, chunked_prefill_size=0)
 # Of a GPU with memory for so many requests at once; down to a quarter of them run where there is less.
@@ -39,11 +48,11 @@ CPU_LIMITS = PassLimits(max_running_requests=64, chunked_prefill_size=2048)
 
 _BYTES_A_LOGIT = 17  # of a pass whose requests want everything; measured on an H200
 _MAX_SHARE = 0.15  # of the free memory, for what grows with the requests at once
-_SHARE_OF_STATES = (
-    0.25  # of the free memory, for states of those requests, and as much again for those that are kept
-)
-_FEWEST_KEPT = 64  # states: a tree of prompts parts at several depths
 _TOKENS_A_REQUEST = 256  # that the KV pool should hold for each
+# Where layers keep states, of the free memory, for those of requests and the KV of so many tokens of each:
+_SHARE_OF_REQUESTS, _TOKENS_BESIDE_A_STATE = 0.75, 1024
+_SHARE_OF_KEPT = 0.25  # at most, of what the states of requests leave, for those that are kept
+_FEWEST_KEPT = 64  # states: a tree of prompts parts at several depths
 
 
 def requests_at_once(
@@ -62,22 +71,36 @@ def requests_at_once(
     return next((count for count in (most, most // 2) if count <= fitting), most // 4)
 
 
-def requests_with_states(most: int, free: int, bytes_per_state: int) -> int:
+def requests_with_states(most: int, free: int, bytes_per_state: int, bytes_per_slot: int) -> int:
     """How many of `most` requests run at once where nobody says, and layers keep a state of each, of more than 0
-    bytes: those whose states take a quarter of `free` bytes.
+    bytes: as many as three quarters of `free` bytes hold, with the KV of a thousand tokens of each.
     """
     if not bytes_per_state:
         return most
-    rows = int(_SHARE_OF_STATES * free) // bytes_per_state
-    return max(1, min(most, rows * 2 // 3 - 1))  # at which there are no more rows than that
+    # PassLimits.own_states grow by nine for eight requests.
+    fitting = int(_SHARE_OF_REQUESTS * free) - 2 * bytes_per_state
+    return max(1, min(most, int(fitting / (bytes_per_state * 9 / 8 + bytes_per_slot * _TOKENS_BESIDE_A_STATE))))
 
 
-def kept_states(limits: PassLimits, free: int, bytes_per_state: int) -> int:
-    """How many states of sequences are kept for others that begin alike: as many as requests run at once, or 64 if
-    that is more, and no more than a quarter of `free` bytes holds, which the others leave.
+def states_in_pool(limits: PassLimits, free: int, bytes_per_state: int) -> int:
+    """States of a pool in `free` bytes, the reserved one included: those of requests, and those that are kept for
+    others that begin alike: as many as requests run at once, or 64 if that is more, and no more than a quarter of
+    what the others leave holds. 0 where states have 0 bytes, since no layer keeps any.
+
+    Raises ParameterError where those of requests do not fit.
     """
-    fitting = int(_SHARE_OF_STATES * free) // max(1, bytes_per_state)  # 0 where a stage's layers keep none
-    return min(max(limits.max_running_requests, _FEWEST_KEPT), fitting)
+    if not bytes_per_state:
+        return 0
+    own = limits.own_states + 1
+    left = free - own * bytes_per_state
+    if left < 0:
+        raise ParameterError(
+            f"max_running_requests is {limits.max_running_requests}, whose sequences have {own:,} states of "
+            f"{bytes_per_state:,} bytes each, but there are {free:,} bytes for them and the KV; lower "
+            "max_running_requests"
+        )
+    fitting = int(_SHARE_OF_KEPT * left) // bytes_per_state
+    return own + min(max(limits.max_running_requests, _FEWEST_KEPT), fitting)
 
 
 @dataclass(frozen=True)

@@ -481,8 +481,12 @@ class Runtime:
         return self.parts.cache.stats()
 
     def cached_len(self, prompt_ids: NDArray[np.int32]) -> int:
-        """Leading tokens of a prompt `[n]` that are cached now, in either tier, for requests without a tenant."""
-        return self.parts.cache.match(self._builder.namespace(None), prompt_ids, len(prompt_ids)).length
+        """Leading tokens of a prompt `[n]` that are cached now, in either tier, for requests without a tenant.
+
+        Where layers keep states: up to the last one.
+        """
+        cache = self.parts.cache
+        return cache.usable(cache.match(self._builder.namespace(None), prompt_ids, len(prompt_ids))).length
 
     def print_tree(self, *, max_nodes: int = 200, console: Console | None = None) -> None:
         """Print the cached prefixes as a tree, the latest used first."""

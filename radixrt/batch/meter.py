@@ -57,6 +57,8 @@ class Meter:
         self._activity_before = Activity()
         self._prompt_tokens_before = self._cached_tokens_before = 0
         self._recomputed_tokens_before = self._recomputed_tokens = 0
+        self._stateless_tokens_before = 0
+        self._stateless_tokens: int | None = None  # None: the model keeps no states
         self._max_running = 0
         self.tally = Tally()
         self._timeline = Timeline()
@@ -67,6 +69,7 @@ class Meter:
         self._activity_before = self._runtime.activity()
         self._prompt_tokens_before, self._cached_tokens_before = stats.prompt_tokens, stats.cached_tokens
         self._recomputed_tokens_before = stats.recomputed_tokens
+        self._stateless_tokens_before = stats.stateless_tokens
         self._started, self._began = time.time(), self._clock()
         self._timeline.add(self._sample(finished))
 
@@ -114,6 +117,7 @@ class Meter:
             cached_tokens=self.tally.cached_tokens,
             completion_tokens=self.tally.completion_tokens,
             recomputed_tokens=self._recomputed_tokens,
+            stateless_tokens=self._stateless_tokens,
             best_hit_rate=best_hit_rate,
             predicted_hit_rate=predicted_hit_rate,
             seconds=self._seconds,
@@ -131,6 +135,8 @@ class Meter:
         stats = self._runtime.cache_stats()
         self._activity = self._runtime.activity() - self._activity_before
         self._recomputed_tokens = stats.recomputed_tokens - self._recomputed_tokens_before
+        if stats.state_capacity:
+            self._stateless_tokens = stats.stateless_tokens - self._stateless_tokens_before
         return Sample(
             seconds=self._seconds,
             finished=finished,
@@ -143,6 +149,9 @@ class Meter:
             pool_tokens=stats.capacity - stats.free,
             pool_evictable=stats.evictable,
             pool_capacity=stats.capacity,
+            states=stats.state_capacity - stats.state_free,
+            states_kept=stats.state_kept,
+            state_capacity=stats.state_capacity,
         )
 
 

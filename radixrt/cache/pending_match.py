@@ -23,6 +23,8 @@ class PendingMatch:
         self._leader: Lease | None = None
         self._frontier: Frontier | None = None  # of the leader, when it was found
         self.leader_match_len = 0
+        self._usable: int | None = None  # of the match, at a version of the states; None: it is to be looked up
+        self._states_version = 0
         self._version = cache.tree.version
         self._begin(cache.match(namespace, tokens, limit))
 
@@ -33,6 +35,16 @@ class PendingMatch:
             self._look_up()
         self._version = version
         return self._match.length
+
+    def usable_length(self) -> int:
+        """Those of them that a lease would begin with: where layers keep states, up to the last one."""
+        length, states = self.length(), self._cache.states
+        if states is None:
+            return length
+        if self._usable is None or self._states_version != states.version:
+            usable = self._cache.usable(self.match())  # its edge may have been split since
+            self._usable, self._states_version = usable.length, states.version
+        return self._usable
 
     def match(self) -> Match:
         """The match as it is now, until the tree next changes."""
@@ -85,6 +97,7 @@ class PendingMatch:
         goes_on = match.at_boundary and match.length < self._limit
         self._next = int(self._tokens[match.length]) if goes_on else None
         self._leader = None
+        self._usable = None
 
     def _is_current(self) -> bool:
         """Whether the match is sure to be what it was."""

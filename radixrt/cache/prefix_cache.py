@@ -95,7 +95,9 @@ class Loan(NamedTuple):
 
 @dataclass(frozen=True)
 class CacheStats(CountsHits):
-    """Counters of a cache since it was made, and its sizes now. All are in tokens, a slot a token."""
+    """Counters of a cache since it was made, and its sizes now. All are in tokens, a slot a token, but for numbers
+    of states, which are 0 of a model that keeps none.
+    """
 
     prompt_tokens: int  # of all prompts that were admitted, each once
     cached_tokens: int  # those of them that were found in the tree
@@ -112,6 +114,15 @@ class CacheStats(CountsHits):
     loaded_tokens: int = 0  # copied back from it
     host_capacity: int = 0  # slots of the host's pool; 0 without one
     host_free: int = 0
+    stateless_tokens: int = 0  # that were in the tree, and were computed again since no state was there
+    states_given_up_unused: int = 0  # left where prompts part, and given up before any request began with them
+    state_capacity: int = 0  # states of the pool, without the reserved one; the next four add up to it
+    state_free: int = 0
+    state_own: int = 0  # of running requests
+    state_kept: int = 0  # at nodes of the tree
+    state_pending: int = 0
+    state_ends: int = 0  # of those that are kept: ends of answers that no request has gone on from
+    state_unused: int = 0  # left where prompts part, with which no request has begun yet
 
     @property
     def host_tokens(self) -> int:
@@ -159,6 +170,7 @@ class PrefixCache(CountsHits):
         self.allocated_lens = np.zeros(rows.max_requests, dtype=np.int32)
         self.passes_launched = self.passes_ended = 0
         self.prompt_tokens = self.cached_tokens = self.recomputed_tokens = self.evicted_tokens = 0
+        self.stateless_tokens = 0
         self._arriving = 0
 
     @property
@@ -194,6 +206,10 @@ class PrefixCache(CountsHits):
     def match(self, namespace: Namespace, tokens: Tokens, limit: int) -> Match:
         """The part of `tokens` `[n]` that need not be computed: at most `limit` tokens of it."""
         return self.tree.match(namespace, tokens, limit if self.may_match else 0)
+
+    def usable(self, match: Match) -> Match:
+        """The part of a match that a lease begins with: where there are states, up to the last one."""
+        return match if self.states is None else match.at_state
 
     def leader(self, match: Match, tokens: Tokens, limit: int) -> Lease | None:
         """The lease that is computing the token after `match`, just made with the same arguments. Where there are
@@ -284,10 +300,12 @@ class PrefixCache(CountsHits):
         """
         on_device = match.on_device
         stops: list[int] = []
+        stateless = 0
         if self.states is not None:
             whole = on_device.length
-            match = on_device = on_device.at_state
-            if whole - match.length >= self.states.least_gain:
+            match = on_device = self.usable(match)
+            stateless = whole - match.length
+            if stateless >= self.states.least_gain:
                 stops.append(whole)
         node, matched, loaded = self.tree.node_at(namespace, on_device), on_device.length, 0
         self.tree.lock(node)  # shrinks what is available, so the budget is checked after it
@@ -307,6 +325,7 @@ class PrefixCache(CountsHits):
             self.rows.free(row)
             self.tree.unlock(node)
             return None
+        self.stateless_tokens += stateless
         if len(slots):
             node, loaded = self._load(node, namespace, tokens[: match.length], slots)
             matched += loaded
@@ -508,6 +527,8 @@ class PrefixCache(CountsHits):
             loaded_tokens=0 if host is None else host.loaded_tokens,
             host_capacity=0 if host is None else host.slots.capacity,
             host_free=0 if host is None else host.slots.num_free,
+            stateless_tokens=self.stateless_tokens,
+            **({} if self.states is None else self.states.figures()),
         )
 
     def _alloc(self, count: int) -> Slots | None:

@@ -42,6 +42,8 @@ class States:
         own: by the row of a lease, int32 `[max_requests]`: the state that its passes may overwrite.
         at: by row, that which its next pass begins with.
         kept: by state, the node that has it.
+        version: changes whenever a node gets a state, or loses one.
+        given_up_unused: how many that were left where prompts part were given up before a lease began with them.
     """
 
     def __init__(self, allocator: SlotAllocator, max_requests: int, least_gain: int = LEAST_GAIN) -> None:
@@ -52,6 +54,7 @@ class States:
         self.ends, self.unused = set[int](), set[int]()
         self.pending: deque[tuple[int, int]] = deque()  # after which pass, and which state
         self.fresh: dict[int, dict[int, int]] = {}  # by row, those that were left and not published, by position
+        self.version = self.given_up_unused = 0
         self._num_begun = 0  # leases that have one of their own
         self._readers: Counter[int] = Counter()  # of kept and fresh states: rows whose next pass begins with it
         self._coming: list[int] = []  # what the coming pass reads of them
@@ -169,8 +172,24 @@ class States:
             self.kept[state].state = NO_STATE
             self._forget(state, passes)
 
+    def figures(self) -> dict[str, int]:
+        """Those of `CacheStats`, by their names there; another thread may look while this one works."""
+        fresh = sum(map(len, tuple(self.fresh.values())))
+        return {
+            "state_capacity": self.allocator.capacity,
+            "state_free": self.allocator.num_free,
+            "state_own": self._num_begun + fresh,
+            "state_kept": len(self.kept),
+            "state_ends": len(self.ends),
+            "state_unused": len(self.unused),
+            "state_pending": len(self.pending),
+            "states_given_up_unused": self.given_up_unused,
+        }
+
     def _forget(self, state: int, passes: tuple[int, int]) -> None:
         del self.kept[state]
+        self.version += 1
+        self.given_up_unused += state in self.unused
         self.ends.discard(state)
         self.unused.discard(state)
         self._give_up(state, passes)
@@ -182,6 +201,7 @@ class States:
     def _keep(self, state: int, node: Node) -> None:
         node.state = state
         self.kept[state] = node
+        self.version += 1
 
     def _has_read(self, row: int, state: int) -> None:
         if state != self.own[row]:

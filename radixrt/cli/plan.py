@@ -8,18 +8,13 @@ import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from radixrt.checks import check_int
 from radixrt.cli.exit_status import DONE
 from radixrt.cli.kept_cache import model_place
 from radixrt.cli.options import MODEL, SAMPLING, Option, add_command, add_line_option, add_options, sampling_params
 from radixrt.errors import ParameterError
-
-if TYPE_CHECKING:
-    from radixrt.limits import RunLimits
-    from radixrt.planning.cards import Card
-    from radixrt.workloads.bound import ModelShape
 
 _EXAMPLE = """\
 example:
@@ -39,6 +34,7 @@ _CARDS = (
     "a100-40gb, l40s, rtx-4090"
 )
 _OF_THE_MODEL = ("model", "revision", "chat_template_kwargs", "generation_config")
+_LIMITS = ("max_total_tokens", "max_running_requests", "chunked_prefill_size")
 _OPTIONS = (
     *(option for option in MODEL if option.name in (*_OF_THE_MODEL, "quantization")),
     Option("max_total_tokens", "slots of the KV pool (as many as fit on the card)", "N", int),
@@ -132,11 +128,13 @@ def _plan(arguments: argparse.Namespace) -> int:
         if mean_is_given:
             demands = replace(demands, new_tokens=demands.new_tokens.clip(max=max(1, arguments.mean_new_tokens)))
         plan = plan_batch(scan.tokens, demands)
-        limits = _limits(arguments, card, shape, builder.context_length)
+        sizes = {name: getattr(arguments, name) for name in _LIMITS if hasattr(arguments, name)}
+        limits = card.limits(shape, builder.context_length, **sizes)
         if plan.longest_request > limits.pool_tokens:
             raise ParameterError(
                 f"the longest request needs {plan.longest_request:,} tokens, but the pool holds "
                 f"{limits.pool_tokens:,}: raise --max-total-tokens"
+                + (", or lower --max-running-requests, which all have states" if limits.num_states else "")
             )
         expectation = plan.expect(limits, shape, card.speed)
         ranges = None
@@ -145,7 +143,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             ranges = shards(pieces, arguments.replicas)
         told: dict[str, Any] = {
             "expectation": expectation,
-            "kv_bytes": shape.kv_bytes,
+            "shape": shape,
             "card": card.title,
             "mean_is_given": mean_is_given,
             "show": decoded_by(builder.tokenizer),
@@ -155,19 +153,3 @@ def _plan(arguments: argparse.Namespace) -> int:
         if page is not None:
             page.write(plan_page(plan, title=place_name(arguments.input, "input"), **told))
     return DONE
-
-
-def _limits(arguments: argparse.Namespace, card: Card, shape: ModelShape, context_length: int) -> RunLimits:
-    from radixrt.limits import GPU_LIMITS, RunLimits, requests_at_once, requests_with_states
-
-    names = ("max_running_requests", "chunked_prefill_size")
-    given = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
-    pool = getattr(arguments, "max_total_tokens", None)
-    if names[0] not in given:
-        free = max(0, int(card.memory - shape.weight_bytes))
-        of_pool = free if pool is None else pool * shape.kv_bytes
-        sizes = {"context_length": context_length, "vocab_size": shape.vocab_size}
-        most = GPU_LIMITS.max_running_requests
-        running = requests_at_once(most, free, of_pool, shape.kv_bytes, **sizes)
-        given[names[0]] = requests_with_states(running, free, shape.state_bytes)
-    return RunLimits(card.pool_tokens(shape) if pool is None else pool, **given)

@@ -18,7 +18,7 @@ from radixrt.checks import check_float, check_int
 from radixrt.errors import ParameterError
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.execution.staging import padded
-from radixrt.limits import PassLimits, kept_states
+from radixrt.limits import PassLimits, states_in_pool
 from radixrt.models.decoder import Decoder
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.answer import Answer, RequestLog
@@ -127,21 +127,17 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 
-def pool_states(device: torch.device, layout: KVLayout, limits: PassLimits, memory_fraction: float) -> int:
-    """States of a pool, the reserved one included: one for each row, and some that are kept, of a share of free
-    memory; 0 where no layer of the model keeps any. Raises ParameterError where those of the rows do not fit.
+def pool_states(
+    device: torch.device, layout: KVLayout, limits: PassLimits, memory_fraction: float, promised: int = 0
+) -> int:
+    """States of a pool, the reserved one included, in a share of free memory, of which weights will have taken
+    `promised` bytes; 0 where no layer of the model keeps any. Raises ParameterError where those of the rows do not
+    fit.
     """
     if layout.states is None:
         return 0
-    size = layout.bytes_per_state  # 0 in a stage none of whose layers keeps any
-    free, of_rows = int(free_bytes(device) * memory_fraction), 1 + limits.num_rows
-    if of_rows * size > free:
-        raise ParameterError(
-            f"max_running_requests is {limits.max_running_requests}, whose sequences have {of_rows:,} states of "
-            f"{size:,} bytes each, but memory_fraction {memory_fraction:g} leaves {free:,} bytes; lower "
-            "max_running_requests"
-        )
-    return of_rows + kept_states(limits, free - of_rows * size, size)
+    free = max(0, int((free_bytes(device) - promised) * memory_fraction))
+    return states_in_pool(limits, free, max(1, layout.bytes_per_state))  # a stage may have none of these layers
 
 
 def pool_slots(

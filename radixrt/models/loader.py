@@ -65,6 +65,7 @@ def load_model(
     quantization: Literal["fp8"] | None = None,
     ranks: Ranks = ALONE,
     stage: Stage = WHOLE,
+    check: Callable[[Decoder], None] = lambda skeleton: None,
 ) -> tuple[Decoder, ModelConfig]:
     """Load the model in `source`, a folder or a hub id in Hugging Face format, onto `device`.
 
@@ -80,6 +81,7 @@ def load_model(
             output, each part has a scale of its own.
         ranks: those that hold the model, or a stage of it, together; each of them loads its part.
         stage: that these ranks hold; tensors of others are not read.
+        check: of this rank's part without numbers, before anything of any size is made; what it raises is raised.
 
     Returns the decoder, whose `config` and weights are this rank's part, and the config of the whole model.
 
@@ -128,7 +130,9 @@ def load_model(
         _check_stored(whole, config, files, stored)
     placement = replace(placement, ranks=replace(ranks, ordered=deterministic), stage=stage)
     is_part = not (ranks.is_alone and stage.is_whole)
-    _check_fits(_skeleton(decoder, part, placement) if is_part else whole, config, device)
+    own = _skeleton(decoder, part, placement) if is_part else whole
+    _check_fits(own, config, device)
+    check(own)
     model = decoder(part, placement)
     _hold_plain(model)
     if files is None:

@@ -6,6 +6,9 @@ locked while requests run on them; eviction of the least recently used leaf, its
 time, and remain as leaves or leave with all other tokens that no later prompt needs. It leaves out admission of
 others while a follower waits, and publication of a long prompt chunk by chunk.
 
+Where layers keep states, a prompt is found up to the last node with one. It leaves some where the next ones part
+from it, and where its own match ended beyond the last state.
+
 A request locks the path from the root to the deepest node of its prompt, and touches it. Only that node is noted:
 its ancestors are cached whenever it is, so that a step takes as long as the cached paths differ, however deep they
 are.
@@ -20,11 +23,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from radixrt.arrays import Float64Array, Int32Array, Int64Array
+from radixrt.cache.states import LEAST_GAIN
 from radixrt.hit_rate import CountsHits
 from radixrt.limits import RunLimits
 from radixrt.planning.demands import Demands
+from radixrt.planning.kept_states import KeptStates
 from radixrt.planning.prefix_order import PrefixOrder
 from radixrt.planning.prefix_tree import PrefixTree
+from radixrt.schedule.admission import MAX_LOOK_AHEAD, MAX_TOLD
 
 UNTIL_PUBLISHED = 2  # passes from the one that computes a prefix to the first that can admit requests with it
 UNTIL_FREE = 3  # passes from a request's last one to the first that can use its memory: one is planned ahead
@@ -89,11 +95,12 @@ def model_run(
     is_node = (asked.num_answers > 1) & (asked.lengths > tree.depth[tree.leaf_parent])
     tree = tree.with_leaves(np.flatnonzero(is_node), asked.lengths[is_node])
     asked = demands[run]
-    model = _Model(tree, limits)
+    above = tree.leaf_parent[place[run]].tolist()
+    model = _Model(tree, limits, above)
     found = [
         model.run_all(*prompt)
         for prompt in zip(
-            tree.leaf_parent[place[run]].tolist(),
+            above,
             asked.lengths.tolist(),
             asked.match_limits.tolist(),
             asked.grown.tolist(),
@@ -110,7 +117,8 @@ def model_run(
 class _Model:
     """The state of a run. Nodes have the numbers of the tree; the leaf of an ended request gets the next one."""
 
-    def __init__(self, tree: PrefixTree, limits: RunLimits) -> None:
+    def __init__(self, tree: PrefixTree, limits: RunLimits, above: list[int]) -> None:
+        """`above`: the deepest node of each prompt, in the order of the run."""
         self.parent: list[int] = tree.parent.tolist()
         self.size: list[int] = tree.num_tokens.tolist()
         self.depth: list[int] = tree.depth.tolist()
@@ -140,6 +148,8 @@ class _Model:
         self.active: list[int] = []  # a heap: when each running request will have launched its last pass
         self.last_launch = 0  # the maximum of these
         self.stretches: list[tuple[float, int, float, float]] = []
+        self.states = KeptStates(limits.num_states) if limits.num_states else None
+        self.above, self.place = above, 0  # the latter: of the prompt that runs, in the order of the run
 
     def run_all(self, above: int, length: int, limit: int, growth: int, num_answers: int, keep: int | None) -> int:
         """Admit all answers to a prompt; see `run`. Returns the tokens of it found in the cache."""
@@ -147,9 +157,12 @@ class _Model:
         many = num_answers > 1 and growth > 0  # an answer of one token ends with the first one's
         found = self.run(above, length, limit, growth, while_others_wait if many else keep)
         if many:
+            if self.states is not None:
+                self.states.leave(above, self.ready[above])
             # The others begin with the token that was drawn after the prompt.
             for left in range(num_answers - 2, -1, -1):
                 self.run(above, length + 1, length, growth - 1, while_others_wait if left else keep)
+        self.place += 1
         return found
 
     def run(self, above: int, length: int, limit: int, growth: int, keep: int | None) -> int:
@@ -183,10 +196,13 @@ class _Model:
         while leader and self.depth[self.parent[leader]] >= limit:
             leader = self.parent[leader]
         first = self.now + self.spent // self.budget
+        in_tree, follows = found, self.begun[leader] >= first
+        ready = self.begun[leader] if follows else self.ready[leader]
+        if self.states is not None:
+            found, ready = self._up_to_a_state(self.states, leader, found, max(first, self.ready[leader]))
         self.spent += length - found
         last = self.now + (self.spent - 1) // self.budget
-        follows = self.begun[leader] >= first
-        start = max(last, self.begun[leader] if follows else self.ready[leader])
+        start = max(last, ready)
         for node in missing:
             if not self.have[node]:
                 self.children[self.parent[node]] += 1
@@ -194,6 +210,11 @@ class _Model:
             self.have[node] = self.size[node]
             self.ready[node] = start + UNTIL_PUBLISHED
             self.begun[node] = start if first == last else -1
+        if self.states is not None:
+            if in_tree - found >= LEAST_GAIN:
+                self.states.leave(leader, start + UNTIL_PUBLISHED)
+            told = MAX_TOLD if last > first else 0  # by those that wait while it takes several passes
+            self._leave_for_others(self.states, above, found, start + UNTIL_PUBLISHED, told)
         self.clock += 1
         self.last_access[above] = self.clock
         at = bisect_left(self.in_use, above)
@@ -216,6 +237,49 @@ class _Model:
         while self.running:
             self._wait_for_memory()
 
+    def _up_to_a_state(self, states: KeptStates, node: int, limit: int, now: int) -> tuple[int, int]:
+        """Tokens up to the last state on the path of `node`, at most `limit`, which a request of pass `now` uses, and
+        the pass that it begins with: a later one, where a state that saves some is still to come.
+        """
+        last = coming = None
+        while node and last is None:
+            ready = states.ready(node)
+            if ready is not None and ready <= now:
+                last = node
+            elif ready is not None and coming is None:
+                coming = node
+            if last is None:
+                node = self.parent[node]
+        if coming is not None and min(limit, self.depth[coming]) - self.depth[node] >= LEAST_GAIN:
+            node, now = coming, states.ready(coming) or now
+        if node:
+            states.use(node)
+        return min(limit, self.depth[node]), now
+
+    def _leave_for_others(self, states: KeptStates, node: int, found: int, ready: int, told: int) -> None:
+        """Leave states where those that come next part from a request that begins after `found` tokens, and whose
+        deepest node is `node`; wherever the first `told` ones do.
+        """
+        others = self.above[self.place + 1 : self.place + 1 + MAX_LOOK_AHEAD]
+        for other in others[:told]:
+            if self.depth[common := self._common(node, other)] > found:
+                states.leave(common, ready)
+        for other in others:
+            node = self._common(node, other)
+            if self.depth[node] <= found:
+                break
+            states.leave(node, ready)
+        states.make_room(len(self.active) + 1)
+
+    def _common(self, node: int, other: int) -> int:
+        """The deepest common ancestor of two nodes."""
+        while node != other:  # parents have smaller numbers
+            if node > other:
+                node = self.parent[node]
+            else:
+                other = self.parent[other]
+        return node
+
     def _wait_for_memory(self) -> None:
         """Wait until a request ends, or, if no request has a pass left to launch, until all have ended."""
         end = self.running[0][0]
@@ -230,13 +294,7 @@ class _Model:
         """Tokens from the root to `node` that requests in use hold; `at` is its place among them."""
         depth = 0
         for other in self.in_use[max(0, at - 1) : at + 1]:
-            above = node
-            while above != other:  # up to their common ancestor: parents have smaller numbers
-                if above > other:
-                    above = self.parent[above]
-                else:
-                    other = self.parent[other]
-            depth = max(depth, self.depth[above])
+            depth = max(depth, self.depth[self._common(node, other)])
         return depth
 
     def _is_locked(self, node: int) -> bool:
@@ -298,6 +356,8 @@ class _Model:
     def _shrink(self, node: int, by: int) -> None:
         self.have[node] -= by
         self.cached -= by
+        if self.states is not None:
+            self.states.drop(node)
         if not self.have[node]:
             above = self.parent[node]
             self.children[above] -= 1

@@ -9,6 +9,14 @@ from typing import TYPE_CHECKING
 
 from radixrt.checks import check_float
 from radixrt.errors import ParameterError
+from radixrt.limits import (
+    GPU_LIMITS,
+    PassLimits,
+    RunLimits,
+    requests_at_once,
+    requests_with_states,
+    states_in_pool,
+)
 from radixrt.workloads.bound import KNOWN_DEVICES, DeviceSpeed, Experts, ModelShape, RecurrentLayers
 
 if TYPE_CHECKING:
@@ -74,9 +82,36 @@ class Card:
     speed: DeviceSpeed
     has_e4m3: bool = True
 
-    def pool_tokens(self, shape: ModelShape) -> int:
-        """About how many tokens the KV pool of a Runtime holds with this model; 0 if the weights do not fit."""
-        return max(0, int((self.memory - shape.weight_bytes - PASS_BYTES) * MEMORY_FRACTION / shape.kv_bytes))
+    def pool_tokens(self, shape: ModelShape, num_states: int = 0) -> int:
+        """About how many tokens the KV pool of a Runtime holds with this model, beside so many states; 0 if the
+        weights do not fit.
+        """
+        share = (self.memory - shape.weight_bytes - PASS_BYTES) * MEMORY_FRACTION
+        return max(0, int((share - num_states * shape.state_bytes) / shape.kv_bytes))
+
+    def limits(
+        self,
+        shape: ModelShape,
+        context_length: int,
+        *,
+        max_total_tokens: int | None = None,
+        max_running_requests: int | None = None,
+        chunked_prefill_size: int | None = None,
+    ) -> RunLimits:
+        """About those of a Runtime with this model and these options, where None is what it chooses.
+
+        Raises ParameterError where the states of so many requests at once do not fit.
+        """
+        free = max(0, int((self.memory - shape.weight_bytes) * MEMORY_FRACTION))
+        chunk, running = chunked_prefill_size or GPU_LIMITS.chunked_prefill_size, max_running_requests
+        if running is None:
+            of_pool = free if max_total_tokens is None else max_total_tokens * shape.kv_bytes
+            sizes = {"context_length": context_length, "vocab_size": shape.vocab_size}
+            running = requests_at_once(GPU_LIMITS.max_running_requests, free, of_pool, shape.kv_bytes, **sizes)
+            running = requests_with_states(running, free, shape.state_bytes, shape.kv_bytes)
+        in_pool = states_in_pool(PassLimits(running, chunk), free, shape.state_bytes)
+        pool = self.pool_tokens(shape, in_pool) if max_total_tokens is None else max_total_tokens
+        return RunLimits(pool, running, chunk, max(0, in_pool - 1))
 
 
 def _as_published(name: str, gigabytes: float, bandwidth: float, flops: float, *, has_e4m3: bool = True) -> Card:

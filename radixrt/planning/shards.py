@@ -164,8 +164,9 @@ def cut_in_pieces(
     """The pieces of N prompts, in the order of their run, for so many replicas within `limits` each.
 
     A prompt takes the seconds of the operations for its tokens that no earlier one has computed, and of its
-    answers' tokens, in passes of as many answers as `limits` allow: their part of the weights' bytes and the KV
-    that they read by themselves, or their operations if these take longer. All at peak speed: only ratios count.
+    answers' tokens, in passes of as many answers as `limits` allow: their part of the weights' bytes, and the KV
+    and the states that they have by themselves, or their operations if these take longer. All at peak speed: only
+    ratios count.
 
     Args:
         asked: what they ask for.
@@ -176,7 +177,7 @@ def cut_in_pieces(
     found = np.maximum(np.minimum(asked.match_limits, np.maximum(shared, held)), held)
     running = max(1, min(limits.max_running_requests, int(asked.num_answers.sum())))
     private = asked.lengths - shared + asked.grown / 2
-    token_bytes = shape.read_bytes(float(running)) / running + shape.kv_bytes * private
+    token_bytes = shape.read_bytes(float(running)) / running + shape.kv_bytes * private + 2 * shape.state_bytes
     token_ops = shape.weight_ops + shape.attention_ops * (asked.lengths + asked.grown / 2)
     answer = asked.grown * np.maximum(token_bytes / speed.bandwidth, token_ops / speed.flops)
     prompt = _prefill_seconds(found, asked.lengths, shape, speed)

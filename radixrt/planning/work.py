@@ -70,6 +70,7 @@ def expected_work(
     computed = asked.lengths - run.found
     line = run.timeline
     step_bytes = shape.read_bytes(line.running) + line.distinct_tokens * shape.kv_bytes
+    step_bytes += 2 * line.running * shape.state_bytes  # each is read and written
     step_ops = shape.weight_ops * line.running + shape.attention_ops * line.context_tokens
     steps = line.passes * np.maximum(step_bytes / speed.bandwidth, step_ops / speed.flops)
     return Work(
@@ -96,7 +97,8 @@ def _min_seconds(
     """The larger time of all operations and of all bytes, whatever the passes.
 
     Bytes are the weights that a token needs in as many passes as the longest answer has tokens, and at each token
-    of an answer the KV of its earlier ones, with that of the prompt as far as no other answer shares it.
+    of an answer the KV of its earlier ones, with that of the prompt as far as no other answer shares it; and its
+    state, if there is one, twice.
     """
     count, steps = asked.num_answers.astype(np.float64), asked.grown.astype(np.float64)
     own = count * steps * (steps + 1) / 2  # tokens of answers attended to
@@ -105,5 +107,6 @@ def _min_seconds(
     read = (own + np.where(count == 1, private, 0) * steps).sum()
     passes = int(asked.new_tokens.max(initial=0))
     bytes_read = float(shape.read_bytes(1.0)) * passes + shape.kv_bytes * read
+    bytes_read += 2 * shape.state_bytes * float((count * steps).sum())
     ops = _prefill_ops(asked, distinct, shape) + decode_ops
     return float(max(ops / speed.flops, bytes_read / speed.bandwidth))

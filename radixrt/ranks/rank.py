@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -167,6 +168,9 @@ def assemble_rank(
     if not on_gpu or config.threads is not None:
         torch.set_num_threads(config.threads or min(torch.get_num_threads(), usable_processors()))
     tree = config.attention == "tree"
+    share, wanted = config.share_of_memory(on_gpu=on_gpu), config.max_total_tokens
+    if not on_gpu:
+        share /= group.shape.size  # all ranks take of the same memory
 
     if decoder is None:
         with context_beside(device):
@@ -182,6 +186,7 @@ def assemble_rank(
                 quantization=config.quantization,
                 ranks=group.ranks,
                 stage=group.stage,
+                check=partial(_check_states, config, device, share),
             )
     else:
         whole_config = decoder.config
@@ -265,6 +270,16 @@ def _bytes_per_slot(layout: KVLayout) -> int:
     return max(1, layout.bytes_per_token)
 
 
+def _check_states(config: RuntimeConfig, device: torch.device, share: float, skeleton: Decoder) -> None:
+    """Raise ParameterError where the weights will leave too little memory for the states of the requests at once
+    that are asked for. Where nobody says how many, those run that find room.
+    """
+    if skeleton.config.keeps_states and config.max_running_requests is not None:
+        weights = sum(weight.numel() * weight.itemsize for weight in skeleton.parameters())
+        layout = skeleton.kv_layout(skeleton.placement.dtype)
+        pool_states(device, layout, config.pass_limits(on_gpu=device.type == "cuda"), share, promised=weights)
+
+
 def _pass_limits(
     config: RuntimeConfig, model: ModelConfig, device: torch.device, layout: KVLayout, share: float
 ) -> PassLimits:
@@ -281,7 +296,7 @@ def _pass_limits(
         pool = free if wanted is None else wanted * bytes_per_slot
         sizes = {"context_length": model.context_length, "vocab_size": model.vocab_size}
         running = requests_at_once(running, free, pool, bytes_per_slot, **sizes)
-    running = requests_with_states(running, free, layout.bytes_per_state)
+    running = requests_with_states(running, free, layout.bytes_per_state, _bytes_per_slot(layout))
     return replace(limits, max_running_requests=running)
 
 

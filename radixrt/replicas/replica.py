@@ -40,6 +40,13 @@ _SIZES = {
     "arriving",
     "host_capacity",
     "host_free",
+    "state_capacity",
+    "state_free",
+    "state_own",
+    "state_kept",
+    "state_pending",
+    "state_ends",
+    "state_unused",
 }
 _NO_STATS = CacheStats(*[0] * 11)
 

@@ -12,6 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 from radixrt.errors import DeviceLostError, RadixrtError
@@ -47,9 +48,8 @@ class Server:
     def ready(self) -> Message:
         """The first message: what the group must know of the Runtime."""
         runtime = self._runtime
-        limits = runtime.limits
         body = {
-            "limits": [limits.pool_tokens, limits.max_running_requests, limits.chunked_prefill_size],
+            "limits": [*astuple(runtime.limits)],
             "context_length": runtime.context_length,
             "products": [table.to_json() for table in runtime.products],
             "device": _device_name(runtime),

@@ -30,6 +30,8 @@ class RunFigures(CountsHits):
         completion_tokens: generated tokens.
         recomputed_tokens: tokens computed once more, after a retraction or for one of several answers; no hit rate
             counts them.
+        stateless_tokens: tokens whose KV was cached, and which were computed again since no state was kept there;
+            None of a model without states.
         best_hit_rate: the highest hit rate possible on the prompts of this run, with what the cache had at first;
             None if there were none.
         predicted_hit_rate: the hit rate that the plan expected; None if the plan was not followed, the cache had a
@@ -52,6 +54,7 @@ class RunFigures(CountsHits):
     cached_tokens: int = 0
     completion_tokens: int = 0
     recomputed_tokens: int = 0
+    stateless_tokens: int | None = None
     best_hit_rate: float | None = None
     predicted_hit_rate: float | None = None
     seconds: float = 0.0
@@ -181,7 +184,7 @@ class BatchReport(CountsHits):
         Besides attributes by their names there are `output` (a path; null for standard output), `complete` and
         `hit_rate`, of the whole file. `run` holds the attributes and properties of `RunFigures`, `started` as a
         date of ISO 8601. `cost` is null, or holds the attributes of `Cost`. `timeline` has a list for each
-        attribute of `Sample`, all of the same length.
+        attribute of `Sample`, all of the same length; those of states only where the model keeps some.
         """
         run, cost = self.run, self.cost
         return {
@@ -220,7 +223,7 @@ def file_figures(report: BatchReport) -> dict[str, str]:
         "prompt tokens": f"{report.prompt_tokens:,}",
         "cached tokens": f"{report.cached_tokens:,}",
         "hit rate": f"{report.hit_rate:.2%}" + ("" if report.kept else _bounds(report.run)),
-        **({} if report.kept else _recomputed(report.run)),
+        **({} if report.kept else _computed_again(report.run)),
         "generated tokens": f"{report.completion_tokens:,}",
     }
 
@@ -232,7 +235,7 @@ def run_figures(run: RunFigures) -> dict[str, str]:
         "prompt tokens": f"{run.prompt_tokens:,}",
         "cached tokens": f"{run.cached_tokens:,}",
         "hit rate": f"{run.hit_rate:.2%}{_bounds(run)}",
-        **_recomputed(run),
+        **_computed_again(run),
         "generated tokens": f"{run.completion_tokens:,}",
     }
 
@@ -282,7 +285,7 @@ def print_report(report: BatchReport, console: Console, **more: str) -> None:
             f"{own['answered']}, {own['prompt tokens']} prompt tokens, {own['generated tokens']} generated tokens"
         )
         rows["its hit rate"] = own["hit rate"]
-        rows |= _recomputed(report.run)
+        rows |= _computed_again(report.run)
     rows |= time_figures(report) | {name.replace("_", " "): text for name, text in more.items()}
     for name, text in rows.items():
         console.print(Text.assemble((f"{name:<18}", "dim"), text), soft_wrap=True)
@@ -301,13 +304,17 @@ def _bounds(run: RunFigures) -> str:
     return f" ({text})" if text else ""
 
 
-def _recomputed(run: RunFigures) -> dict[str, str]:
-    """What retractions cost, beside the hit rate; nothing if there were none."""
-    if not run.recomputed_tokens:
-        return {}
-    share = _ratio(run.recomputed_tokens, run.prompt_tokens)
-    told = f"{run.recomputed_tokens:,} tokens ({share:.2%} of the prompts'), for lack of memory"
-    return {"computed again": told}
+def _computed_again(run: RunFigures) -> dict[str, str]:
+    """What retractions and a lack of states cost; nothing if there were none."""
+    counts = {
+        "computed again": (run.recomputed_tokens, "for lack of memory"),
+        "lacked a state": (run.stateless_tokens or 0, "computed again though their KV was cached"),
+    }
+    return {
+        name: f"{count:,} tokens ({_ratio(count, run.prompt_tokens):.2%} of the prompts'), {why}"
+        for name, (count, why) in counts.items()
+        if count
+    }
 
 
 def _products(run: RunFigures) -> str:

@@ -8,11 +8,13 @@ from itertools import pairwise
 
 import numpy as np
 
+from radixrt.limits import RunLimits
 from radixrt.planning.batch_plan import BatchPlan, Expectation, Prediction
 from radixrt.planning.hints import Hint
 from radixrt.planning.shards import Shards
 from radixrt.planning.work import Work
 from radixrt.report.outline import counted
+from radixrt.workloads.bound import ModelShape
 from radixrt.workloads.statistics import TokenStatistics
 
 HINTS_TOLD = 5
@@ -22,7 +24,7 @@ WORTHWHILE = 0.005  # a difference of hit rates that is told
 def plan_figures(
     plan: BatchPlan,
     expectation: Expectation | None,
-    kv_bytes: int | None,
+    shape: ModelShape | None,
     card: str = "",
     mean_is_given: bool = False,
     shards: Shards | None = None,
@@ -31,7 +33,7 @@ def plan_figures(
 
     Args:
         expectation: of a run; None omits its figures.
-        kv_bytes: of one token's keys and values; None omits bytes.
+        shape: of the model; None omits bytes.
         card: what the time is for.
         mean_is_given: whether answers are expected to have a mean of tokens, rather than their maximum.
         shards: the same run on several cards; None: on one.
@@ -39,7 +41,7 @@ def plan_figures(
     counts = plan.statistics
 
     def memory(tokens: int) -> str:
-        return counted(tokens, "token") + ("" if kv_bytes is None else f" ({_bytes(tokens * kv_bytes)})")
+        return counted(tokens, "token") + ("" if shape is None else f" ({_bytes(tokens * shape.kv_bytes)})")
 
     assumed = "" if mean_is_given else ", if each has its maximum"
     figures = {
@@ -52,6 +54,7 @@ def plan_figures(
         limits = expectation.limits
         figures |= {
             "pool": memory(limits.pool_tokens),
+            **_states(limits, shape),
             "hit rate, planned order": _prediction(expectation.planned),
             "hit rate, file order": _prediction(expectation.file_order),
         }
@@ -61,6 +64,8 @@ def plan_figures(
     if expectation is not None:
         running = min(expectation.limits.max_running_requests, plan.answers)
         figures[f"memory, {running:,} at once"] = memory(plan.pool_for(running))
+        if shape is not None and shape.state_bytes:
+            figures[f"memory, {running:,} at once"] += f", states {_bytes(running * shape.state_bytes)}"
         work = expectation.work
         if work is not None:
             low, high = work.expected_seconds
@@ -111,7 +116,8 @@ def plan_advice(plan: BatchPlan, expectation: Expectation) -> str:
         return "The prompts share next to nothing from their beginning on: no order of them brings hits."
     most = f"With memory for all, at most {best:.1%} of the prompt tokens can come from the cache"
     if found < plan.predict_without_eviction().hit_rate - WORTHWHILE:
-        return f"{most}. This run finds {found:.1%}: a larger pool (--max-total-tokens) may bring the rest."
+        more = "a larger pool (--max-total-tokens)" + (" or more states" if expectation.limits.num_states else "")
+        return f"{most}. This run finds {found:.1%}: {more} may bring the rest."
     if file_order < found - WORTHWHILE:
         return (
             f"{most}. In this pool the planned order, which `radixrt batch` uses, finds {found:.1%}, the order of "
@@ -161,6 +167,16 @@ def seconds(value: float) -> str:
 def _prediction(prediction: Prediction) -> str:
     how = "" if prediction.is_rehearsed else " (modelled)"
     return f"{prediction.hit_rate:.2%}{how}"
+
+
+def _states(limits: RunLimits, shape: ModelShape | None) -> dict[str, str]:
+    """How many states of sequences there are, and for whom, of a model that keeps some."""
+    if not limits.num_states:
+        return {}
+    memory = "" if shape is None else f" ({_bytes(limits.num_states * shape.state_bytes)})"
+    own = limits.of_pass.own_states
+    told = f"{own:,} for {counted(limits.max_running_requests, 'request')} at once, {limits.num_states - own:,}"
+    return {"states": f"{limits.num_states:,}{memory}: {told} kept for others that begin alike"}
 
 
 def _bytes(count: int) -> str:

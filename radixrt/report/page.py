@@ -83,8 +83,9 @@ def _summary(report: BatchReport) -> str:
 def _tiles(report: BatchReport) -> str:
     run, cost = report.run, report.cost
     again = f"{run.recomputed_tokens:,} tokens computed again" if run.recomputed_tokens else ""
+    stateless = f"{run.stateless_tokens:,} lacked a state" if run.stateless_tokens else ""
     tiles = {
-        "hit rate": (f"{run.hit_rate:.2%}", ", ".join(filter(None, (bounds(run), again)))),
+        "hit rate": (f"{run.hit_rate:.2%}", ", ".join(filter(None, (bounds(run), again, stateless)))),
         "generated tokens a second": (f"{run.tokens_per_second:,.0f}", f"{run.completion_tokens:,} in all"),
         "time": (_clock(run.seconds), f"{run.passes:,} passes"),
     }

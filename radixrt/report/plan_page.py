@@ -11,6 +11,7 @@ from radixrt.planning.shards import Shards
 from radixrt.report.figures import REPLICA_COLUMNS, hint_texts, plan_advice, plan_figures, replica_rows
 from radixrt.report.html import column_table, figure_table, html_page, prefix_branches
 from radixrt.report.outline import Show, as_ids, outline
+from radixrt.workloads.bound import ModelShape
 
 
 def plan_page(
@@ -18,7 +19,7 @@ def plan_page(
     *,
     title: str,
     expectation: Expectation | None = None,
-    kv_bytes: int | None = None,
+    shape: ModelShape | None = None,
     card: str = "",
     mean_is_given: bool = False,
     show: Show = as_ids,
@@ -29,11 +30,11 @@ def plan_page(
 
     Args:
         title: of the page, such as the input's name.
-        expectation, kv_bytes, card, mean_is_given, shards: see `plan_figures`.
+        expectation, shape, card, mean_is_given, shards: see `plan_figures`.
         show: token ids to text.
         max_prefixes: limit on shown prefixes.
     """
-    figures = figure_table(plan_figures(plan, expectation, kv_bytes, card, mean_is_given, shards))
+    figures = figure_table(plan_figures(plan, expectation, shape, card, mean_is_given, shards))
     if shards is not None and expectation is not None and expectation.work is not None:
         figures += column_table(REPLICA_COLUMNS, replica_rows(shards, expectation.work))
     advice = "" if expectation is None else f"<p>{escape(plan_advice(plan, expectation))}</p>\n"

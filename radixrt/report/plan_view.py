@@ -13,6 +13,7 @@ from radixrt.planning.batch_plan import BatchPlan, Expectation
 from radixrt.planning.shards import Shards
 from radixrt.report.figures import REPLICA_COLUMNS, hint_texts, plan_advice, plan_figures, replica_rows
 from radixrt.report.outline import Prefix, Show, as_ids, counted, outline, shortened
+from radixrt.workloads.bound import ModelShape
 
 
 def print_plan(
@@ -20,7 +21,7 @@ def print_plan(
     console: Console,
     *,
     expectation: Expectation | None = None,
-    kv_bytes: int | None = None,
+    shape: ModelShape | None = None,
     card: str = "",
     mean_is_given: bool = False,
     show: Show = as_ids,
@@ -30,11 +31,11 @@ def print_plan(
     """Print figures, the largest shared prefixes as a tree, and hints.
 
     Args:
-        expectation, kv_bytes, card, mean_is_given, shards: see `plan_figures`.
+        expectation, shape, card, mean_is_given, shards: see `plan_figures`.
         show: token ids to text.
         max_prefixes: limit on shown prefixes.
     """
-    figures = plan_figures(plan, expectation, kv_bytes, card, mean_is_given, shards)
+    figures = plan_figures(plan, expectation, shape, card, mean_is_given, shards)
     width = max(map(len, figures)) + 2
     for name, text in figures.items():
         console.print(Text.assemble((f"{name:<{width}}", "dim"), text), soft_wrap=True)

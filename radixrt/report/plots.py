@@ -63,7 +63,8 @@ def timeline_plots(report: BatchReport) -> list[Plot]:
             _generated_rate(series, report),
             _level(series, "running", "Running requests"),
             _level(series, "waiting", "Waiting requests"),
-            _pool(series),
+            _pool(series, "Tokens in the KV pool", "pool_tokens", "pool_evictable", "pool_capacity"),
+            *([_pool(series, "States", "states", "states_kept", "state_capacity")] if "states" in series else []),
             _hit_rate(series, report.run.best_hit_rate),
         ]
 
@@ -105,9 +106,9 @@ def _level(series: dict[str, Float64Array], name: str, title: str) -> Plot:
     return _plot(title, f"{values.max():,.0f} at most", series, _filled(series, values))
 
 
-def _pool(series: dict[str, Float64Array]) -> Plot:
-    held, capacity = series["pool_tokens"], series["pool_capacity"][-1]
-    needed = held - series["pool_evictable"]
+def _pool(series: dict[str, Float64Array], title: str, all_held: str, kept: str, all_there: str) -> Plot:
+    held, capacity = series[all_held], series[all_there][-1]
+    needed = held - series[kept]
 
     def draw(axes: Any) -> None:
         axes.fill_between(series["seconds"], held, step="post", color=_SOFT, label="kept for later", linewidth=0)
@@ -116,7 +117,7 @@ def _pool(series: dict[str, Float64Array]) -> Plot:
             axes.axhline(capacity, color=_WARM, linestyle="--", label="capacity")
 
     told = f"{held.max():,.0f} of {capacity:,.0f} held at most, {needed.max():,.0f} in use at most"
-    return _plot("Tokens in the KV pool", told, series, draw)
+    return _plot(title, told, series, draw)
 
 
 def _hit_rate(series: dict[str, Float64Array], best: float | None) -> Plot:

@@ -26,6 +26,9 @@ class Sample:
         pool_tokens: used slots of the KV pool.
         pool_evictable: of these, slots that no request needs now, kept for later ones.
         pool_capacity: slots of the KV pool.
+        states: used states of sequences.
+        states_kept: of these, those that are kept for later requests.
+        state_capacity: states of the pool; 0 of a model that keeps none.
     """
 
     seconds: float
@@ -39,6 +42,9 @@ class Sample:
     pool_tokens: int
     pool_evictable: int
     pool_capacity: int
+    states: int = 0
+    states_kept: int = 0
+    state_capacity: int = 0
 
 
 class Timeline:
@@ -72,5 +78,7 @@ class Timeline:
 
 
 def columns(samples: Sequence[Sample]) -> dict[str, list[float]]:
-    """A list of numbers for each attribute."""
-    return {field.name: [getattr(sample, field.name) for sample in samples] for field in fields(Sample)}
+    """A list of numbers for each attribute, for those of states only where there are some."""
+    has_states = any(sample.state_capacity for sample in samples)
+    names = [field.name for field in fields(Sample) if has_states or not field.name.startswith("state")]
+    return {name: [getattr(sample, name) for sample in samples] for name in names}

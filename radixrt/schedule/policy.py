@@ -10,6 +10,7 @@ from enum import Enum
 import numpy as np
 
 from radixrt.arrays import BoolArray, Int32Array
+from radixrt.cache.pending_match import PendingMatch
 from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.schedule.answer import Answer
 
@@ -59,6 +60,7 @@ def admission_order(config: SchedulerConfig, waiting: list[Answer], cache: Prefi
     ranked = waiting[: config.max_ranked]
     if config.policy is not SchedulePolicy.LPM or not cache.may_match:
         return ranked  # nothing has a longer match than others
+    length = PendingMatch.length if cache.states is None else PendingMatch.usable_length
     groups = [ranked]
     if ranked[0].request.priority != ranked[-1].request.priority:
         groups = [list(group) for _, group in itertools.groupby(ranked, key=lambda one: one.request.priority)]
@@ -67,7 +69,7 @@ def admission_order(config: SchedulerConfig, waiting: list[Answer], cache: Prefi
         if not oldest.in_order:
             first = oldest if config.is_overdue(oldest) else None
             # Stable: equal matches stay in order of arrival.
-            equals.sort(key=lambda one: math.inf if one is first else one.match_in(cache).length(), reverse=True)
+            equals.sort(key=lambda one: math.inf if one is first else length(one.match_in(cache)), reverse=True)
     return list(itertools.chain.from_iterable(groups))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from radixrt.cache.prefix_cache import CacheStats
 from radixrt.runtime import Runtime
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -76,3 +77,34 @@ class _RuntimeNumbers:
             ),
         ):
             yield GaugeMetricFamily(name, about, value=value)
+        if cache.state_capacity:
+            yield from _numbers_of_states(cache)
+
+
+def _numbers_of_states(cache: CacheStats) -> Iterator[Metric]:
+    for name, about, value in (
+        (
+            "radixrt_stateless_tokens",
+            "Cached prompt tokens that were computed again, since no state was kept there",
+            cache.stateless_tokens,
+        ),
+        (
+            "radixrt_states_given_up_unused",
+            "States left where prompts part, and given up before any request began with them",
+            cache.states_given_up_unused,
+        ),
+    ):
+        yield CounterMetricFamily(name, about, value=value)
+    for name, about, value in (
+        ("radixrt_states", "States of sequences that there are at most", cache.state_capacity),
+        ("radixrt_free_states", "Those of them that are free", cache.state_free),
+        ("radixrt_running_states", "Those of running requests", cache.state_own),
+        ("radixrt_kept_states", "Those that are kept for others", cache.state_kept),
+        (
+            "radixrt_kept_end_states",
+            "Of these, ends of answers that no request has gone on from",
+            cache.state_ends,
+        ),
+        ("radixrt_kept_unused_states", "Of these, places where prompts part, not used yet", cache.state_unused),
+    ):
+        yield GaugeMetricFamily(name, about, value=value)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from radixrt.cache.excerpt import Excerpts, TreeExcerpt
+from radixrt.cache.prefix_cache import CacheStats
 from radixrt.runtime import Runtime
 from radixrt.server.event_frame import json_bytes
 from radixrt.server.recent import Recent
@@ -108,11 +109,26 @@ class States:
                 "host_capacity": cache.host_capacity,
                 "host_free": cache.host_free,
             },
+            **({} if not cache.state_capacity else {"states": _states(cache)}),
             "tree": _tree(excerpt),
             "recent": self._recent.of(tenant),
         }
         view.body, view.made = json_bytes(state), time.monotonic()
         return view.body
+
+
+def _states(cache: CacheStats) -> dict[str, int]:
+    return {
+        "capacity": cache.state_capacity,
+        "free": cache.state_free,
+        "own": cache.state_own,
+        "kept": cache.state_kept,
+        "pending": cache.state_pending,
+        "ends": cache.state_ends,
+        "unused": cache.state_unused,
+        "given_up_unused": cache.states_given_up_unused,
+        "stateless_tokens": cache.stateless_tokens,
+    }
 
 
 def _tree(excerpt: TreeExcerpt) -> dict[str, Any]:

@@ -155,3 +155,42 @@ def test_ends_of_answers_go_first() -> None:
     assert set(states.kept.values()) == {used, end}
     states.make_room(2, passes)
     assert list(states.kept.values()) == [used]
+
+
+def test_what_lacks_a_state_is_counted() -> None:
+    """KV of what two share is there when the second one comes, and the state is there for the third one."""
+    engine, cache, _ = engine_of(30)
+    shared = tokens_of(0, 100)
+    counts = []
+    for index in range(3):
+        run(engine, request(index, [*shared, *tokens_of(index + 1, 50)]))
+        counts.append((cache.stats().stateless_tokens, cache.stats().cached_tokens))
+    assert counts == [(0, 0), (100, 0), (100, 100)]
+    assert (cache.stats().state_unused, cache.stats().states_given_up_unused) == (0, 0)
+    assert cache.stats().state_ends == cache.stats().state_kept - 1 == 3
+    cache.flush()
+    stats = cache.stats()
+    assert (stats.state_kept, stats.state_ends, stats.state_free) == (0, 0, 30)
+    assert stats.states_given_up_unused == 0
+
+
+def test_what_is_left_in_vain_is_counted() -> None:
+    """A state was left where a second one parts, and nobody came. Ends of answers are not left in vain."""
+    engine, cache, _ = engine_of(30)
+    shared = tokens_of(0, 100)
+    run(engine, request(0, [*shared, *tokens_of(1, 50)]))
+    run(engine, request(1, [*shared, *tokens_of(2, 50)]))
+    assert (cache.stats().state_unused, cache.stats().states_given_up_unused) == (1, 0)
+    cache.flush()
+    assert (cache.stats().state_unused, cache.stats().states_given_up_unused) == (0, 1)
+
+
+def test_states_of_those_that_run() -> None:
+    engine, cache, _ = engine_of(30)
+    engine.submit_all([request(index, tokens_of(index, 50)) for index in range(3)])
+    engine.step()
+    assert (cache.stats().state_own, cache.stats().state_free) == (3, 27)
+    while engine.has_work:
+        engine.step()
+    stats = cache.stats()
+    assert (stats.state_own, stats.state_kept + stats.state_free + stats.state_pending) == (0, 30)

@@ -30,6 +30,7 @@ from radixrt.execution.memory_budget import largest_pass, pool_slots, pool_state
 from radixrt.execution.model_runner import ModelRunner, Tuning
 from radixrt.execution.pass_builder import PassKey
 from radixrt.limits import NO_PASSES, PassLimits, requests_with_states
+from radixrt.models import loader
 from radixrt.models.decoder import Attention, Decoder
 from radixrt.models.loader import load_model
 from radixrt.models.qwen_hybrid import _regrouped
@@ -370,7 +371,7 @@ LAYOUT = KVLayout(1, 2, 16, torch.float32, StateLayout(2, 96, 4, 4, 16, 8, torch
 SIZE = LAYOUT.bytes_per_state
 
 
-@pytest.mark.parametrize(("free", "count"), [(1000, 1 + 31 + 64), (60, 1 + 31 + 7), (32, 1 + 31 + 0)])
+@pytest.mark.parametrize(("free", "count"), [(1000, 1 + 23 + 64), (52, 1 + 23 + 7), (24, 1 + 23 + 0)])
 def test_states_of_rows_and_some_that_are_kept(monkeypatch: pytest.MonkeyPatch, free: int, count: int) -> None:
     monkeypatch.setattr(memory_budget, "free_bytes", lambda device: 2 * free * SIZE)
     assert pool_states(CPU, LAYOUT, PassLimits(20, 64), 0.5) == count
@@ -384,14 +385,14 @@ def test_states_of_a_stage_whose_layers_keep_none(folder: Path) -> None:
     none = config.state_layout(0, torch.float32)
     assert layout == KVLayout(1, 2, 16, torch.float32, none)
     assert layout.bytes_per_state == 0
-    assert pool_states(CPU, layout, PassLimits(100, 64), 0.5) == 1 + 151 + 100
+    assert pool_states(CPU, layout, PassLimits(100, 64), 0.5) == 1 + 113 + 100
     first = load_model(folder, device=CPU, stage=Stage(0, 3))[0].kv_layout(torch.float32)
     assert (first.num_layers, first.bytes_per_token, first.states) == (0, 0, config.state_layout(1, torch.float32))
 
 
 def test_states_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_budget, "free_bytes", lambda device: 62 * SIZE)
-    message = f"max_running_requests is 20, whose sequences have 32 states of {SIZE:,} bytes each, but"
+    monkeypatch.setattr(memory_budget, "free_bytes", lambda device: 46 * SIZE)
+    message = f"max_running_requests is 20, whose sequences have 24 states of {SIZE:,} bytes each, but"
     with pytest.raises(ParameterError, match=message):
         pool_states(CPU, LAYOUT, PassLimits(20, 64), 0.5)
 
@@ -406,20 +407,20 @@ def test_slots_beside_states(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pool_slots(CPU, 10, 0.5, 949, 0, beside=500) == 950
 
 
-@pytest.mark.parametrize(("gigabytes", "count"), [(60, 199), (2, 5), (0.1, 1), (4000, 2048)])
+@pytest.mark.parametrize(("gigabytes", "count"), [(60, 504), (2, 15), (0.1, 1), (4000, 2048)])
 def test_fewer_requests_at_once_where_each_has_a_state(gigabytes: float, count: int) -> None:
-    """Of 50 MB each; a quarter of what is free is for them."""
-    free = int(gigabytes * 1e9)
-    found = requests_with_states(2048, free, 50_000_000)
+    """Of 50 MB each, and KV of 32 MB; three quarters of what is free are for them."""
+    free, state, slot = int(gigabytes * 1e9), 50_000_000, 32_000
+    found = requests_with_states(2048, free, state, slot)
     assert found == count
-    assert requests_with_states(2048, free, 0) == 2048
-    assert PassLimits(found, 1).num_rows * 50_000_000 <= free / 4 or found == 1
+    assert requests_with_states(2048, free, 0, slot) == 2048
+    assert (PassLimits(found, 1).own_states + 1) * state + 1024 * found * slot <= free * 3 / 4 or found == 1
 
 
 def test_a_runtime_has_them(folder: Path) -> None:
     with Runtime(folder, device="cpu", max_total_tokens=300, max_running_requests=6) as runtime:
         states = runtime.parts.model.kv_pool.states
-        assert states.allocator.capacity == runtime.parts.limits.num_states == 10 + 64
+        assert states.allocator.capacity == runtime.parts.limits.num_states == 6 + 1 + 64
 
 
 def test_the_costs_that_plans_are_made_of(reference: tuple[Any, Path]) -> None:
@@ -447,6 +448,21 @@ def test_the_costs_that_plans_are_made_of(reference: tuple[Any, Path]) -> None:
 def test_what_states_cannot_do(folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises((ModelError, ParameterError), match=message):
         Runtime(folder, device="cpu", max_total_tokens=300, **options)
+
+
+def test_states_are_refused_before_weights_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would fit, were it not for the weights."""
+    model, _ = load_model(folder, device=CPU)
+    limits = PassLimits(20, 64)
+    states = (1 + limits.own_states) * model.kv_layout(torch.float32).bytes_per_state
+    weights = sum(weight.nbytes for weight in model.parameters())
+    monkeypatch.setattr(memory_budget, "free_bytes", lambda device: 4 * states + weights - 4)
+    monkeypatch.setattr(loader, "_fill_from_files", lambda *_: pytest.fail("weights are read"))
+    with pytest.raises(ParameterError, match="max_running_requests is 20, whose sequences have 24 states of"):
+        Runtime(folder, device="cpu", max_total_tokens=300, max_running_requests=20)
+    for options in ({"max_running_requests": 19}, {}):
+        with pytest.raises(pytest.fail.Exception, match="weights are read"):
+            Runtime(folder, device="cpu", max_total_tokens=300, **options)
 
 
 def test_caches_are_not_kept(folder: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.booking import Booking
 from tests.support.local_replicas import Killed, LocalLink, LocalLinks
-from tests.support.runtimes import SIZES, simulated_runtime
+from tests.support.runtimes import SIZES, scheduled_runtime, simulated_runtime
 
 HANG = 50.0
 PARAMS = SamplingParams(max_new_tokens=6, temperature=1.0, n=1)
@@ -224,6 +224,28 @@ def test_counts_outlive_a_replica() -> None:
         assert group.cache_stats().prompt_tokens == 2 * sum(map(len, prompts)) + 1, "that of the trial"
         assert sum(each.requests for each in group.replica_figures) == 30, "those of the latest list"
         assert group.replica_figures[1].restarts == 0
+
+
+def test_states_of_replicas_are_counted() -> None:
+    """Those that a replica has, and counts of all that it was; plans have those of each."""
+
+    def hybrid() -> Runtime:
+        return scheduled_runtime(pool_tokens=600, context_length=100, max_running_requests=4, num_states=30)
+
+    links = LocalLinks(hybrid)
+    prompts = [[*range(50), 100 + index] for index in range(30)]
+    with group_of(links, 2) as group:
+        assert group.limits.num_states == 30
+        for prompt in prompts:
+            group.generate([prompt], PARAMS)
+        before = group.cache_stats()
+        assert before.state_capacity == 60
+        assert before.state_free + before.state_kept + before.state_pending == 60
+        assert before.stateless_tokens > 0
+        links.links[0].crash()
+        group.step()
+        after = group.cache_stats()
+        assert (after.state_capacity, after.stateless_tokens) == (60, before.stateless_tokens)
 
 
 def test_one_that_never_starts_is_left_out() -> None:

@@ -118,7 +118,7 @@ def test_an_outline_has_the_prefixes_that_save_most(prompts: list[list[int]], mo
 
 def test_the_terminal_shows_figures_and_a_tree() -> None:
     plan = plan_of("same head, one", "same head, two", "same head, two more", "other")
-    shown = printed(plan, expectation=plan.expect(RunLimits(1000), SHAPE, H200), kv_bytes=SHAPE.kv_bytes)
+    shown = printed(plan, expectation=plan.expect(RunLimits(1000), SHAPE, H200), shape=SHAPE)
     statistics = plan.statistics
     for row in (
         r"prompts +4\n",

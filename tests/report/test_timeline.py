@@ -63,3 +63,6 @@ def test_columns() -> None:
     assert list(found.values()) == [[number, number + 11] for number in range(11)]
     assert found["seconds"] == [0, 11]
     assert set(map(len, columns([]).values())) == {0}
+    with_states = columns([Sample(*range(14)), Sample(*range(14, 28))])
+    assert [*with_states.values()] == [[number, number + 14] for number in range(14)]
+    assert [*with_states][:11] == [*found]

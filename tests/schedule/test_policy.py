@@ -9,6 +9,7 @@ from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.answer import Answer, RequestLog
 from radixrt.schedule.policy import OutputEstimate, SchedulePolicy, SchedulerConfig, admission_order
 from radixrt.schedule.request import Request
+from tests.cache.test_states import engine_of, request, run, tokens_of
 from tests.support.world.invariants import MAX_TIMES_SKIPPED
 from tests.support.world.world import Sizes, World
 
@@ -106,6 +107,28 @@ def test_the_longest_match_decides_among_equals() -> None:
     while world.engine.has_work:
         ended += world.step()
     assert ended[1:] == [half, cold, warm]
+
+
+def test_the_longest_match_ends_at_a_state() -> None:
+    """Of what is cached, the part after the last state is computed again, and does not count."""
+    engine, cache, states = engine_of(30)
+    head, longer = tokens_of(0, 100), tokens_of(1, 300)
+    run(engine, *(request(index, [*head, *tokens_of(2 + index, 20)]) for index in range(2)))
+    run(engine, request(2, longer))
+    tails = [[*longer[:200], 1], [*head, 2], [*longer[:250], 3]]
+    answers = [Answer(request(3 + i, tail), arrival=i, log=RequestLog(0.0)) for i, tail in enumerate(tails)]
+
+    def ranked() -> list[int]:
+        return [answer.arrival for answer in admission_order(engine.scheduler.config, answers, cache)]
+
+    assert [answer.match_in(cache).length() for answer in answers] == [200, 100, 250]
+    assert ranked() == [1, 0, 2]
+    run(engine, request(6, [*longer[:200], 4]))
+    assert ranked() == [0, 2, 1], "it left a state there"
+    states.make_room(30, cache.passes)
+    assert ranked() == [0, 1, 2], "none is left"
+    run(engine, request(7, [*longer[:200], 7]))
+    assert ranked() == [0, 2, 1], "it left one where the tree has not changed"
 
 
 def test_a_list_in_order_keeps_it_behind_urgent_requests() -> None:

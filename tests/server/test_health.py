@@ -11,9 +11,11 @@ import pytest
 
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.runtime import Runtime
+from radixrt.sampling_params import SamplingParams
 from radixrt.server.app import Server
 from radixrt.server.limits import Limits
 from tests.support import failing_device
+from tests.support.runtimes import scheduled_runtime
 from tests.support.serving import GREEDY, QUESTIONS, Serving, client_of, held, until
 
 
@@ -26,6 +28,34 @@ def test_health_and_numbers(serving: Serving, runtime: Runtime) -> None:
     assert f"radixrt_passes_total {float(runtime.activity().passes)}" in text
     (model,) = client_of(url).models.list().data
     assert model.id == "built-in"
+
+
+def test_numbers_of_states(serving: Serving, runtime: Runtime) -> None:
+    """A model that keeps none has none."""
+    assert "state" not in httpx.get(f"{serving()}/metrics").text
+    with scheduled_runtime(pool_tokens=5000, context_length=200, num_states=900) as hybrid:
+        url = serving(Server(hybrid, "hybrid"))
+        for last in range(3):
+            hybrid.generate([*range(100), 500 + last], SamplingParams(max_new_tokens=2))
+        stats, text = hybrid.cache_stats(), httpx.get(f"{url}/metrics").text
+        state = httpx.get(f"{url}/state").json()["states"]
+    assert (stats.stateless_tokens, stats.cached_tokens) == (100, 100)
+    for name, value in {
+        "stateless_tokens_total": 100,
+        "states_given_up_unused_total": 0,
+        "states": 900,
+        "free_states": stats.state_free,
+        "running_states": 0,
+        "kept_states": stats.state_kept,
+        "kept_end_states": stats.state_ends,
+        "kept_unused_states": stats.state_unused,
+    }.items():
+        assert f"radixrt_{name} {value:.1f}\n" in text, name
+    assert state.pop("given_up_unused") == 0
+    assert state.pop("stateless_tokens") == 100
+    assert state == {name: getattr(stats, f"state_{name}") for name in state}
+    assert state["free"] + state["own"] + state["kept"] + state["pending"] == state["capacity"] == 900
+    assert "states" not in httpx.get(f"{serving()}/state").json()
 
 
 def test_passes_that_do_not_come(serving: Serving, runtime: Runtime) -> None:

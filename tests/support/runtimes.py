@@ -32,10 +32,15 @@ PassFault = Callable[[Booking], Exception | None]
 
 
 def scheduled_runtime(
-    *, pool_tokens: int, context_length: int, vocab_size: int = 150_000, max_running_requests: int = 512
+    *,
+    pool_tokens: int,
+    context_length: int,
+    vocab_size: int = 150_000,
+    max_running_requests: int = 512,
+    num_states: int = 0,
 ) -> Runtime:
     """A Runtime that always samples the same token. Prompts are token ids."""
-    limits = RunLimits(pool_tokens, max_running_requests)
+    limits = RunLimits(pool_tokens, max_running_requests, num_states=num_states)
     return Runtime.from_parts(
         simulated_parts(ConstantRunner(TOKEN), limits, context_length, vocab_size=vocab_size)
     )

@@ -211,6 +211,16 @@ class Invariants:
         twice = [state for state, n in Counter(everything).items() if n > 1]
         require("20: a state is in one place", not twice, (twice, groups))
         require("20: a state is in one place", len(everything) == states.allocator.capacity + 1, groups)
+        stats = self.world.cache.stats()
+        for name in ("free", "kept", "pending"):
+            require(
+                "4: statistics equal their recount", getattr(stats, f"state_{name}") == len(groups[name]), name
+            )
+        require("4: statistics equal their recount", stats.state_own == len(groups["own"]) + len(groups["fresh"]))
+        require("4: statistics equal their recount", stats.state_capacity == len(everything) - 1)
+        require("4: statistics equal their recount", stats.stateless_tokens == self.world.stateless_tokens)
+        require("20: what is not used is kept", states.ends | states.unused <= states.kept.keys())
+        require("20: an end is not where prompts part", not states.ends & states.unused)
         require("20: a kept state knows its node", states.kept == {node.state: node for node in kept})
         for lease in leases:
             at = int(states.at[lease.row])
@@ -372,6 +382,8 @@ class Invariants:
             require(
                 name, expected.length() == match.length, (answer.request.index, expected.length(), match.length)
             )
+            usable = self.world.cache.usable(match).length
+            require(name, expected.usable_length() == usable, (answer.request.index, usable))
             leader = self.world.cache.leader(match, tokens, answer.match_limit)
             require(name, expected.has_leader() == (leader is not None), answer.request.index)
         name = "6: a match is a prefix, in the same namespace, without the last token"

@@ -121,6 +121,7 @@ class World:
         self.answers: list[Answer] = []
         self.events: Counter[str] = Counter()
         self.first_match: dict[int, int] = {}
+        self.stateless_tokens = 0  # found in the tree by those that began, beyond the last state
         self.overtaken: Counter[int] = Counter()
         self.skipped: Counter[int] = Counter()  # tokens that another answer computed while this one waited again
         self._skips: dict[int, int] = {}  # the same, of requests that may yet be refused slots
@@ -189,6 +190,7 @@ class World:
             if lease is not None and self.cache.states is not None:
                 require("20: a match ends where a state was kept", not lease.matched or bool(lease.node.state))
                 self.events["begins with a kept state"] += bool(lease.matched)
+                self.stateless_tokens += found.on_device.length - lease.matched
             if lease is not None:
                 require("13: what is scored is computed", lease.matched <= limit)
                 self.invariants.check_computed_once(namespace, tokens, limit, lease)
