@@ -12,7 +12,7 @@ import numpy as np
 from memory_pool.slot_allocator import Slots
 from radixrt.arrays import Int32Array
 from radixrt.cache.prefix_cache import Lease, PrefixCache
-from radixrt.cache.states import LEAST_GAIN
+from radixrt.cache.states import States
 from radixrt.schedule.answer import Answer, place_of
 from radixrt.schedule.neighbours import Neighbours
 from radixrt.schedule.policy import OutputEstimate, SchedulerConfig, admission_order
@@ -133,8 +133,8 @@ class Admission:
                 self.refused = answer
                 break
             loads -= lease.loaded
-            if cache.keeps_states:
-                self._set_stops(answer, lease)
+            if cache.states is not None and cache.keeps_states:
+                self._set_stops(answer, lease, cache.states)
             self._run(answer, lease)
             chunk = ExtendChunk.next_of(answer, cache, budget)
             if chunk is None:
@@ -161,14 +161,15 @@ class Admission:
             if match.has_leader():
                 match.keep_where_it_parts()
 
-    def _set_stops(self, answer: Answer, lease: Lease) -> None:
+    def _set_stops(self, answer: Answer, lease: Lease, states: States) -> None:
         """Let a lease leave states where answers that wait part from it, and for its own forks."""
         stops, end = set(lease.stops), answer.known_len
         if answer.num_answers > 1:
             stops.add(end)
             if 4 * answer.num_answers > self._config.max_samples_per_pass:
                 stops.add(end - 1)  # first tokens may find no place among the samples of its pass
-        stops.update(self._neighbours.partings(answer, lease.matched, LEAST_GAIN))
+        least_gain = max(1, states.least_gain // 4)  # these are sure to come
+        stops.update(self._neighbours.partings(answer, lease.matched, least_gain))
         lease.stops = sorted(stop for stop in stops if stop > lease.matched)
 
     def lacks_memory(self, answer: Answer) -> bool:
