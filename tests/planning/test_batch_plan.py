@@ -158,15 +158,6 @@ def test_states_cost_the_planned_order_no_hits(name: str, running: int) -> None:
         assert found.recomputed_tokens == 0
 
 
-def test_states_without_a_plan() -> None:
-    """Where a second request parts, one is kept for the third."""
-    for name in ("fewshot", "docqa", "system_prompt", "samples"):
-        plan, _ = plan_of(SMALL[name]())
-        limits = RunLimits(200_000, max_running_requests=64, chunked_prefill_size=256)
-        found = real_run(plan, replace(limits, num_states=500), planned=False)
-        assert found.hit_rate >= 0.9 * plan.statistics.best_hit_rate, name
-
-
 def test_file_order_hits_less() -> None:
     plan, _ = plan_of(SMALL["fewshot"]())
     limits = RunLimits(2 * plan.longest_request, chunked_prefill_size=256)

@@ -14,7 +14,9 @@ from radixrt.schedule.neighbours import Neighbours
 from radixrt.schedule.request import Request
 
 
-def answer_of(tokens: list[int], index: int = 0, scored_from: int | None = None, tenant: str | None = None) -> Answer:
+def answer_of(
+    tokens: list[int], index: int = 0, scored_from: int | None = None, tenant: str | None = None
+) -> Answer:
     params = SamplingParams()
     if scored_from is not None:
         params = SamplingParams(prompt_logprobs=0, prompt_logprobs_start=scored_from)
