@@ -109,6 +109,8 @@ def test_memory() -> None:
     for pool, found in ((31, 12), (30, 12), (29, 12), (27, 12), (26, 8), (22, 4), (18, 0)):
         assert hits(prompts, EveryBlock(4), replace(ALONE, pool_tokens=pool)) == found
     assert hits(prompts, EveryBlock(4), replace(ALONE, pool_tokens=36), 11) == 8
+    prompts = [first, other, [*first, 15], list(range(200, 225)), [*first, 16]]
+    assert hits(prompts, EveryBlock(4), replace(ALONE, pool_tokens=45)) == 24  # the fourth one takes 11 of `other`
     with pytest.raises(ValueError, match="does not fit"):
         hits(prompts, EveryBlock(4), replace(ALONE, pool_tokens=25), 11)
     with pytest.raises(ValueError, match="a block not in the budget"):
