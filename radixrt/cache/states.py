@@ -65,7 +65,7 @@ class States:
         """
         self._readers[node.state] += 1  # which must not go
         reserved = FOR_FRESH if self._num_begun else 0
-        self.make_room(1 + reserved, passes)
+        self.make_room(2 + reserved, passes)  # and for the next one: what goes is free once passes have ended
         own = self._taken() if self.allocator.num_free > reserved else None
         if own is None:
             self._readers[node.state] -= 1

@@ -6,8 +6,8 @@ locked while requests run on them; eviction of the least recently used leaf, its
 time, and remain as leaves or leave with all other tokens that no later prompt needs. It leaves out admission of
 others while a follower waits, and publication of a long prompt chunk by chunk.
 
-Where layers keep states, a prompt is found up to the last node with one. It leaves some where the next ones part
-from it, and where its own match ended beyond the last state.
+Where layers keep states, a prompt is found up to the last node with one, and waits for one that is left meanwhile.
+It leaves some where prompts to come part from it, and where its own match ended beyond the last state.
 
 A request locks the path from the root to the deepest node of its prompt, and touches it. Only that node is noted:
 its ancestors are cached whenever it is, so that a step takes as long as the cached paths differ, however deep they
@@ -30,7 +30,6 @@ from radixrt.planning.demands import Demands
 from radixrt.planning.kept_states import KeptStates
 from radixrt.planning.prefix_order import PrefixOrder
 from radixrt.planning.prefix_tree import PrefixTree
-from radixrt.schedule.admission import MAX_LOOK_AHEAD, MAX_TOLD
 
 UNTIL_PUBLISHED = 2  # passes from the one that computes a prefix to the first that can admit requests with it
 UNTIL_FREE = 3  # passes from a request's last one to the first that can use its memory: one is planned ahead
@@ -96,7 +95,7 @@ def model_run(
     tree = tree.with_leaves(np.flatnonzero(is_node), asked.lengths[is_node])
     asked = demands[run]
     above = tree.leaf_parent[place[run]].tolist()
-    model = _Model(tree, limits, above)
+    model = _Model(tree, limits)
     found = [
         model.run_all(*prompt)
         for prompt in zip(
@@ -117,8 +116,7 @@ def model_run(
 class _Model:
     """The state of a run. Nodes have the numbers of the tree; the leaf of an ended request gets the next one."""
 
-    def __init__(self, tree: PrefixTree, limits: RunLimits, above: list[int]) -> None:
-        """`above`: the deepest node of each prompt, in the order of the run."""
+    def __init__(self, tree: PrefixTree, limits: RunLimits) -> None:
         self.parent: list[int] = tree.parent.tolist()
         self.size: list[int] = tree.num_tokens.tolist()
         self.depth: list[int] = tree.depth.tolist()
@@ -149,10 +147,14 @@ class _Model:
         self.last_launch = 0  # the maximum of these
         self.stretches: list[tuple[float, int, float, float]] = []
         self.states = KeptStates(limits.num_states) if limits.num_states else None
-        self.above, self.place = above, 0  # the latter: of the prompt that runs, in the order of the run
+        self.to_come: list[int] = (tree.end - tree.begin).tolist()  # prompts below each node that have not begun
 
     def run_all(self, above: int, length: int, limit: int, growth: int, num_answers: int, keep: int | None) -> int:
         """Admit all answers to a prompt; see `run`. Returns the tokens of it found in the cache."""
+        node = above
+        while self.states is not None and node:
+            self.to_come[node] -= 1
+            node = self.parent[node]
         while_others_wait = None if keep is None else length
         many = num_answers > 1 and growth > 0  # an answer of one token ends with the first one's
         found = self.run(above, length, limit, growth, while_others_wait if many else keep)
@@ -162,7 +164,6 @@ class _Model:
             # The others begin with the token that was drawn after the prompt.
             for left in range(num_answers - 2, -1, -1):
                 self.run(above, length + 1, length, growth - 1, while_others_wait if left else keep)
-        self.place += 1
         return found
 
     def run(self, above: int, length: int, limit: int, growth: int, keep: int | None) -> int:
@@ -213,8 +214,7 @@ class _Model:
         if self.states is not None:
             if in_tree - found >= LEAST_GAIN:
                 self.states.leave(leader, start + UNTIL_PUBLISHED)
-            told = MAX_TOLD if last > first else 0  # by those that wait while it takes several passes
-            self._leave_for_others(self.states, above, found, start + UNTIL_PUBLISHED, told)
+            self._leave_for_others(self.states, above, found, start + UNTIL_PUBLISHED)
         self.clock += 1
         self.last_access[above] = self.clock
         at = bisect_left(self.in_use, above)
@@ -238,8 +238,8 @@ class _Model:
             self._wait_for_memory()
 
     def _up_to_a_state(self, states: KeptStates, node: int, limit: int, now: int) -> tuple[int, int]:
-        """Tokens up to the last state on the path of `node`, at most `limit`, which a request of pass `now` uses, and
-        the pass that it begins with: a later one, where a state that saves some is still to come.
+        """Tokens up to the last state on the path of `node`, at most `limit`, which a request of pass `now` uses,
+        and the pass that it begins with: a later one, where a state that saves some is still to come.
         """
         last = coming = None
         while node and last is None:
@@ -256,19 +256,20 @@ class _Model:
             states.use(node)
         return min(limit, self.depth[node]), now
 
-    def _leave_for_others(self, states: KeptStates, node: int, found: int, ready: int, told: int) -> None:
-        """Leave states where those that come next part from a request that begins after `found` tokens, and whose
-        deepest node is `node`; wherever the first `told` ones do.
+    def _leave_for_others(self, states: KeptStates, node: int, found: int, ready: int) -> None:
+        """Leave states where prompts to come part from one that begins after `found` tokens, and whose deepest
+        node is `node`: see `Neighbours.partings`.
         """
-        others = self.above[self.place + 1 : self.place + 1 + MAX_LOOK_AHEAD]
-        for other in others[:told]:
-            if self.depth[common := self._common(node, other)] > found:
-                states.leave(common, ready)
-        for other in others:
-            node = self._common(node, other)
-            if self.depth[node] <= found:
-                break
-            states.leave(node, ready)
+        partings, further = list[tuple[int, int]](), 0
+        while node and self.depth[node] > found:
+            if self.to_come[node] > further:  # some part here
+                further = self.to_come[node]
+                partings.append((node, further))
+            node = self.parent[node]
+        for node, others in reversed(partings):
+            if (self.depth[node] - found) * others >= LEAST_GAIN // 4:
+                states.leave(node, ready)
+                found = self.depth[node]
         states.make_room(len(self.active) + 1)
 
     def _common(self, node: int, other: int) -> int:

@@ -12,15 +12,16 @@ import numpy as np
 from memory_pool.slot_allocator import Slots
 from radixrt.arrays import Int32Array
 from radixrt.cache.prefix_cache import Lease, PrefixCache
-from radixrt.cache.radix_tree import common_prefix
+from radixrt.cache.states import States
 from radixrt.schedule.answer import Answer, place_of
+from radixrt.schedule.neighbours import Neighbours
 from radixrt.schedule.policy import OutputEstimate, SchedulerConfig, admission_order
 from radixrt.schedule.request_table import RequestTable
 from radixrt.schedule.sampling_table import SamplingTable
 
 _NONE = np.zeros(0, np.int32)
 MAX_TOLD = 16  # answers that wait, which are asked for their leaders where none is admitted
-MAX_LOOK_AHEAD = 256  # answers that wait, in which places are looked for where prompts part
+MAX_LOOK_AHEAD = 256  # answers that wait behind those which are considered, and may be asked where they part
 
 
 class ExtendChunk(NamedTuple):
@@ -84,6 +85,7 @@ class Admission:
         self._rows_at = 0
         self.num_retractions = 0
         self.paced: Callable[[Iterable[Any]], Iterable[Any]] = iter  # walks a long list
+        self._neighbours = Neighbours()  # of those that wait, where states are kept
         self._cache, self._config = cache, config
 
     def admit(self, budget: int, places: int) -> list[ExtendChunk]:
@@ -98,6 +100,7 @@ class Admission:
         promised = self._promised()
         if cache.states is not None and cache.keeps_states:
             cache.states.make_room(min(places, len(waiting)), cache.passes, ends_only=True)
+            self._neighbours.add(waiting[: config.max_ranked + MAX_LOOK_AHEAD])
         more_urgent = 0  # answers at the head of the queue that were passed over
         loads = config.max_loaded_chunks * config.chunked_prefill_size
         for answer in self.paced(admission_order(config, waiting, cache)):
@@ -130,8 +133,8 @@ class Admission:
                 self.refused = answer
                 break
             loads -= lease.loaded
-            if cache.keeps_states:
-                self._set_stops(answer, lease)
+            if cache.states is not None and cache.keeps_states:
+                self._set_stops(answer, lease, cache.states)
             self._run(answer, lease)
             chunk = ExtendChunk.next_of(answer, cache, budget)
             if chunk is None:
@@ -158,23 +161,15 @@ class Admission:
             if match.has_leader():
                 match.keep_where_it_parts()
 
-    def _set_stops(self, answer: Answer, lease: Lease) -> None:
-        """Let a lease leave states where the answers that wait next part from it, and for its own forks."""
-        tokens, at = answer.tokens(), bisect.bisect_right(self.waiting, answer.place, key=place_of)
-        stops, end = set(lease.stops), len(tokens)
+    def _set_stops(self, answer: Answer, lease: Lease, states: States) -> None:
+        """Let a lease leave states where answers that wait part from it, and for its own forks."""
+        stops, end = set(lease.stops), answer.known_len
         if answer.num_answers > 1:
             stops.add(end)
             if 4 * answer.num_answers > self._config.max_samples_per_pass:
                 stops.add(end - 1)  # first tokens may find no place among the samples of its pass
-        for other in self.waiting[at : at + MAX_LOOK_AHEAD]:
-            if other.request.namespace != answer.request.namespace:
-                break
-            # In lexicographic order, and in a planned one, what is shared gets shorter.
-            end = min(end, other.match_limit)
-            end = common_prefix(tokens[:end], other.tokens()[:end])
-            if end <= lease.matched:
-                break
-            stops.add(end)
+        least_gain = max(1, states.least_gain // 4)  # these are sure to come
+        stops.update(self._neighbours.partings(answer, lease.matched, least_gain))
         lease.stops = sorted(stop for stop in stops if stop > lease.matched)
 
     def lacks_memory(self, answer: Answer) -> bool:
@@ -208,6 +203,7 @@ class Admission:
         while self.waiting[at] is not answer:  # the answers to one prompt arrive together
             at += 1
         del self.waiting[at]
+        self._neighbours.remove(answer)
 
     def retract(self, answer: Answer) -> None:
         """Take a running answer back to its place in the queue. Its output stays, its KV becomes evictable."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -11,9 +13,13 @@ from radixrt.cache.radix_tree import DEFAULT_NAMESPACE, Node, RadixTree
 from radixrt.cache.states import LEAST_GAIN, States
 from radixrt.engine.engine import Engine
 from radixrt.limits import RunLimits
+from radixrt.planning.demands import Demands
+from radixrt.planning.rehearsal import rehearse
 from radixrt.planning.simulated import ConstantRunner, DistinctRunner, simulated_engine
+from radixrt.planning.token_store import TokenStore
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.request import Request
+from radixrt.workloads.lists import judging
 
 
 def engine_of(
@@ -129,6 +135,19 @@ def test_one_of_many_computes_a_prefix_again_whose_state_is_gone() -> None:
     run(engine, request(0, [*shared, *tokens_of(1, 20)]))
     run(engine, *(request(index, [*shared, *tokens_of(1 + index, 20)]) for index in range(1, 65)))
     assert cache.cached_tokens == 63 * 4000
+
+
+def test_requests_do_not_wait_for_states_one_by_one() -> None:
+    """Where all are kept for others, and answers are short: as many begin with a pass as end with one, nearly."""
+    passes = []
+    shape = judging(questions=30, rubric_len=100, question_len=(40, 60), answer_len=(40, 60), new_tokens=(8, 16))
+    store = TokenStore.of([prompt.prompt_ids for prompt in shape])
+    demands = Demands.of(store.lengths, np.array([prompt.max_new_tokens for prompt in shape]))
+    limits = RunLimits(100_000, max_running_requests=16, chunked_prefill_size=1024)
+    for num_states in (0, limits.of_pass.num_rows + 12):
+        run = rehearse(store, np.arange(len(store)), demands, replace(limits, num_states=num_states))
+        passes.append(run.passes)
+    assert passes[1] < 1.5 * passes[0]
 
 
 def test_ends_of_answers_go_first() -> None:

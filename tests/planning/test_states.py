@@ -95,10 +95,10 @@ def test_replicas_share_the_work_of_states() -> None:
 
 
 def test_hits_end_at_states() -> None:
-    """Nobody knows, in the order of the file, that a prompt of another group is followed by one of this one."""
-    heads = [[*range(1000 * group, 1000 * group + 200)] for group in (1, 2)]
-    plan = planned([[*heads[index % 2], 5000 + index] for index in range(40)], 2)
-    without, with_states = RunLimits(100_000, 4), RunLimits(100_000, 4, num_states=20)
+    """There are too few of them for all heads, which come in turn in the order of the file."""
+    heads = [[*range(1000 * group, 1000 * group + 200)] for group in range(10)]
+    plan = planned([[*heads[index % 10], 50_000 + index] for index in range(80)], 2)
+    without, with_states = RunLimits(100_000, 4), RunLimits(100_000, 4, num_states=14)
     found, reaches = plan.expect(with_states), plan.expect(without)
     assert found.planned.is_rehearsed
     assert found.planned.cached_tokens == reaches.planned.cached_tokens
@@ -114,7 +114,7 @@ def test_states_are_modelled(name: str, running: int, kept: int, chunk: int) -> 
     plan, _ = plan_of(SMALL[name]())
     limits = RunLimits(50_000, running, chunk)
     limits = replace(limits, num_states=limits.of_pass.num_rows + kept)
-    for planned_order, tolerance in ((True, 0.01), (False, 0.08)):
+    for planned_order, tolerance in ((True, 0.01), (False, 0.15)):
         real, modelled = (run(plan, limits, planned=planned_order) for run in (real_run, modelled_run))
         assert modelled.hit_rate == pytest.approx(real.hit_rate, abs=tolerance)
 
@@ -143,14 +143,14 @@ def test_answers_begin_with_a_state_of_their_prompt() -> None:
 
 
 def test_what_is_evicted_has_no_state() -> None:
-    """A prefix is computed again, and its state is not there for the next one, only for the one after that."""
+    """A prefix is computed again, and leaves a state for those that still wait."""
     head, others = [*range(100)], ([*range(1000 * i, 1000 * i + 150)] for i in range(1, 9))
     shared = [[*head, 500 + i] for i in range(6)]
     prompts = [*shared[:3], next(others), next(others), shared[3], [7], shared[4], [8], shared[5]]
     plan = planned(prompts, 2)
     limits = RunLimits(250, 1, num_states=40)
     found = [run(plan, limits, planned=False).cached_tokens for run in (real_run, modelled_run)]
-    assert found == [300, 300]
+    assert found == [400, 400]
 
 
 def test_states_that_were_used_longest_ago_go_first() -> None:

@@ -1,0 +1,88 @@
+"""Where answers that wait part from one another."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixrt.cache.radix_tree import Namespace
+from radixrt.sampling_params import SamplingParams
+from radixrt.schedule import neighbours
+from radixrt.schedule.answer import Answer, RequestLog
+from radixrt.schedule.neighbours import Neighbours
+from radixrt.schedule.request import Request
+
+
+def answer_of(
+    tokens: list[int], index: int = 0, scored_from: int | None = None, tenant: str | None = None
+) -> Answer:
+    params = SamplingParams()
+    if scored_from is not None:
+        params = SamplingParams(prompt_logprobs=0, prompt_logprobs_start=scored_from)
+    prompt, namespace = np.array(tokens, np.int32), Namespace(tenant=tenant)
+    request = Request(index, prompt, params, max_new_tokens=4, seed=0, namespace=namespace)
+    return Answer(request, index, RequestLog(0.0))
+
+
+def common(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+prompts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=12)
+
+
+@given(prompts=prompts, data=st.data())
+def test_all_that_wait_are_asked(prompts: list[list[int]], data: st.DataObject) -> None:
+    """Beside a search of all pairs, some scored, while others come and go."""
+    scored = [data.draw(st.one_of(st.none(), st.integers(1, len(prompt)))) for prompt in prompts]
+    answers = [answer_of(prompt, i, scored[i]) for i, prompt in enumerate(prompts)]
+    waiting = Neighbours()
+    waiting.add(answers[: len(answers) // 2])
+    waiting.add([*answers, answer_of(prompts[0], tenant="another")])
+    gone = data.draw(st.sets(st.integers(1, len(answers) - 1)) if len(answers) > 1 else st.just(set[int]()))
+    for i in gone:
+        waiting.remove(answers[i])
+        waiting.remove(answers[i])  # a second time it does nothing
+    after = data.draw(st.integers(0, 8))
+    expected = {
+        min(common(prompts[0], prompt), answers[i].match_limit)
+        for i, prompt in enumerate(prompts)
+        if i and i not in gone and common(prompts[0], prompt) > after
+    }
+    assert waiting.partings(answers[0], after, 1) == sorted(at for at in expected if at > after)
+
+
+def test_a_state_is_worth_what_it_saves_all() -> None:
+    """100 tokens for each of 2, then 10 more for each of 3: 5 for each of 6 are as many as 30 for one."""
+    waiting, first = Neighbours(), list(range(300))
+    lengths = [105, *[110] * 3, 200, 200]
+    answers = [answer_of(first), *(answer_of([*first[:n], 999 + i]) for i, n in enumerate(lengths))]
+    waiting.add(answers)
+    assert waiting.partings(answers[0], 100, 30) == [105, 200]  # the second one saves 5 * 5
+    assert waiting.partings(answers[0], 100, 25) == [105, 110, 200]
+    assert waiting.partings(answers[0], 100, 31) == [110, 200]
+    assert waiting.partings(answers[0], 199, 3) == []
+
+
+def test_an_answer_that_got_tokens_meanwhile() -> None:
+    """As one that was retracted with a pass in flight does."""
+    waiting = Neighbours()
+    answers = [answer_of([1, 2, 3]), answer_of([1, 2, 3, 7, 8], 1), answer_of([1, 2, 3, 7, 9], 2)]
+    waiting.add(answers)
+    for token in (7, 9, 5):
+        answers[0].append(token)
+    assert waiting.partings(answers[0], 0, 1) == [4]  # in the order of before, it has no more than 4 of any
+    waiting.remove(answers[0])
+    assert waiting.partings(answers[2], 0, 1) == [4]
+
+
+def test_only_the_nearest_are_asked() -> None:
+    waiting = Neighbours()
+    answers = [answer_of([1, 2, i, 3], i) for i in range(2 * neighbours.MAX_ASKED + 2)]
+    waiting.add(answers)
+    far = answer_of([1, 2, 0, 3], len(answers))
+    waiting.add([far])
+    assert waiting.partings(far, 1, 1) == [2, 3]
+    assert waiting.partings(answers[-1], 1, 2 * neighbours.MAX_ASKED) == []
+    assert waiting.partings(answers[-1], 1, neighbours.MAX_ASKED) == [2]
