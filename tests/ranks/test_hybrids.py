@@ -16,6 +16,7 @@ from torch import Tensor
 import radixrt.assembly
 from radixrt.errors import ModelError, ParameterError
 from radixrt.execution import memory_budget
+from radixrt.models.lfm2 import Lfm2Config
 from radixrt.ranks import rank
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
@@ -77,7 +78,8 @@ def whole_states(parts: list[Any], ranks: int) -> tuple[Tensor, Tensor]:
     found: list[tuple[Tensor, Tensor]] = []
     for begin in reversed(range(0, len(parts), ranks)):  # ranks are counted from the last stage on
         stage = parts[begin : begin + ranks]
-        sizes = stage[0].decoder.config.delta_sizes.parts
+        config = stage[0].decoder.config
+        sizes = [config.conv_channels] if isinstance(config, Lfm2Config) else config.delta_sizes.parts
         pools = [part.kv_pool.states for part in stage]
         own = zip(*(pool.conv.split(sizes, dim=2) for pool in pools), strict=True)
         conv = torch.cat([torch.cat(part, dim=2) for part in own], dim=2)
