@@ -940,6 +940,12 @@ def _recurrent_cases() -> Iterator[KernelCase]:
         call = partial(gated_rms_norm, heads, gate, heads[0, 0], 1e-6, impl="triton")
         few = size == 128 and dtype == torch.bfloat16
         yield KernelCase(gated_rms_norm, f"4096 x 32 x {size}, {SHORT_NAMES[dtype]}", call, few)
+    for (groups, size), dtype in product(((1, 3072), (1, 8192), (8, 1280)), SHORT_NAMES):
+        heads = torch.empty(4096, groups, size, dtype=dtype)
+        weight = torch.empty(groups * size, dtype=dtype)
+        call = partial(gated_rms_norm, heads, heads, weight, 1e-6, gate_first=True, impl="triton")
+        few = size == 3072 and dtype == torch.bfloat16
+        yield KernelCase(gated_rms_norm, f"4096 x {groups} x {size}, gate first, {SHORT_NAMES[dtype]}", call, few)
 
 
 def _state_rows(num_extends: int, batch: int) -> StateRows:
