@@ -51,6 +51,11 @@ _BOUNDS = {
     "linear_key_head_dim": (1, 2**14),
     "linear_value_head_dim": (1, 2**14),
     "linear_conv_kernel_dim": (2, 2**8),
+    "mamba_n_heads": (1, 2**12),
+    "mamba_n_groups": (1, 2**12),
+    "mamba_d_state": (1, 2**14),
+    "mamba_d_head": (1, 2**14),
+    "mamba_d_conv": (2, 2**8),
     "vocab_size": (1, 2**24),
     "max_position_embeddings": (2, 2**24),
     "original_max_position_embeddings": (2, 2**24),
@@ -218,8 +223,13 @@ class ModelConfig:
         the inner sizes. Where there are fewer KV heads than ranks, several hold the same one. Of a mixture each
         rank has all experts, and its share of each.
 
-        Raises ModelError for what does not divide, or not between a checkpoint's quantised blocks.
+        Raises ModelError for what does not divide, or not between a checkpoint's quantised blocks, and for layers
+        that keep states.
         """
+        if size > 1 and self.keeps_states:
+            raise ModelError(
+                f"tensor_parallel_size is {size}, but {self.told_states}, which one rank alone computes"
+            )
         divided = {"num_heads": "num_attention_heads", **self.inner_sizes}
         parts = {own: getattr(self, own) // size for own in divided}
         for own, name in divided.items():
@@ -232,7 +242,11 @@ class ModelConfig:
         return part
 
     def check_stages(self, count: int) -> None:
-        """Raise ModelError where there are not so many layers."""
+        """Raise ModelError where there are not so many layers, or where some keep states."""
+        if count > 1 and self.keeps_states:
+            raise ModelError(
+                f"pipeline_parallel_size is {count}, but {self.told_states}, which one stage alone computes"
+            )
         if count > self.num_layers:
             raise ModelError(f"num_hidden_layers {self.num_layers} is less than pipeline_parallel_size {count}")
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from layers.gated_delta_net import GatedDeltaNet
 from layers.input_metadata import InputMetadata
 from layers.linear import StackedLinear, SummedLinear
+from layers.mamba2 import Mamba2
 from layers.moe import SparseMoE
 from layers.norm import JointRMSNorm, RMSNorm
 from layers.place import Place
@@ -151,6 +152,10 @@ class Attention(nn.Module):
             yield f"{name}.sinks", self.sinks
 
 
+Mixer = Attention | GatedDeltaNet | Mamba2
+"""What brings tokens of a sequence together."""
+
+
 class FeedForward(nn.Module):
     """`down(activation(gate(x)) * up(x))`: SwiGLU or GeGLU, as `config.activation` says."""
 
@@ -215,7 +220,7 @@ class Block(nn.Module):
         self,
         *,
         attention_norm: RMSNorm,
-        attention: Attention | GatedDeltaNet,
+        attention: Mixer,
         feed_forward_norm: RMSNorm,
         feed_forward: FeedForward | SparseMoE,
     ) -> None:
@@ -247,7 +252,7 @@ def _normed(
     norm: RMSNorm,
     hidden: Addend,
     residual: Tensor | None,
-    consumer: Attention | GatedDeltaNet | FeedForward | SparseMoE,
+    consumer: Mixer | FeedForward | SparseMoE,
 ) -> tuple[Hidden, Tensor]:
     """`hidden`, plus the residual if there is one, normed as its only consumer takes it; and the sum."""
     if consumer.input_groups is not None:
@@ -299,7 +304,7 @@ class Decoder(nn.Module):
     def build_norm(self, size: int) -> RMSNorm:
         return RMSNorm(size, self.config.rms_norm_eps, placement=self.placement)
 
-    def build_attention(self, layer_id: int) -> Attention:
+    def build_attention(self, layer_id: int) -> Mixer:
         return Attention(self.config, layer_id, self.rotary(layer_id), placement=self.placement)
 
     def build_feed_forward(self, layer_id: int) -> FeedForward | SparseMoE:

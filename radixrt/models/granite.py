@@ -1,25 +1,19 @@
-"""Granite 3 (IBM, 2024): Llama with factors on embeddings, scores, what layers add, and logits; Granite 4 (2025)
-where it is dense and has attention alone.
-"""
+"""Granite 3 (IBM, 2024): Llama with factors on embeddings, scores, what layers add, and logits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from layers.input_metadata import InputMetadata
-from layers.place import Place
 from layers.placement import Placement
 from layers.radix_attention import KVCache
 from layers.ranks import Addend, whole
 from layers.vocabulary import Embedding, LogitsHead
-from radixrt.errors import ModelError
-from radixrt.models.config import ModelConfig, read_attention
-from radixrt.models.decoder import Attention, Block, Decoder, FeedForward
+from radixrt.models.config import ModelConfig
+from radixrt.models.decoder import Attention, Block, Decoder, Mixer
 
 
 @dataclass(frozen=True)
@@ -79,7 +73,7 @@ class Granite(Decoder):
     """Four factors of its config."""
 
     config: GraniteConfig
-    config_class = GraniteConfig
+    config_class: ClassVar[type[GraniteConfig]] = GraniteConfig
     granite_class: ClassVar[type[GraniteBlock]] = GraniteBlock
 
     def build_embedding(self) -> Embedding:
@@ -88,7 +82,7 @@ class Granite(Decoder):
             config.vocab_size, config.hidden_size, scale=config.embedding_scale, placement=self.placement
         )
 
-    def build_attention(self, layer_id: int) -> Attention:
+    def build_attention(self, layer_id: int) -> Mixer:
         scale = self.config.attention_scale
         return Attention(self.config, layer_id, self.rotary(layer_id), scale=scale, placement=self.placement)
 
@@ -105,51 +99,3 @@ class Granite(Decoder):
     def build_head(self) -> LogitsHead:
         config = self.config
         return GraniteHead(self.head_weight(), config.vocab_size, config.logits_divisor, self.placement)
-
-
-@dataclass(frozen=True)
-class Granite4Config(GraniteConfig):
-    """Of a checkpoint without Mamba and experts; some have no positions."""
-
-    @classmethod
-    def read_family(cls, source: Any) -> dict[str, Any]:
-        others = sum(kind != "full_attention" for kind in source.layer_types)
-        if others:
-            raise ModelError(
-                f"{others} of {source.num_hidden_layers} layers are Mamba's, which are not supported; checkpoints "
-                "of attention alone are: of Granite 4 micro, 1B and 350M, those without an h in their names"
-            )
-        if source.num_local_experts:
-            raise ModelError(
-                f"a Granite 4 with {source.num_local_experts} experts is not supported; dense ones are"
-            )
-        attention = read_attention(source)
-        if source.position_embedding_type != "rope":
-            attention = tuple(replace(kind, rope=None) for kind in attention)
-        return {
-            **super().read_family(source),
-            "attention": attention,
-            "intermediate_size": source.shared_intermediate_size,
-        }
-
-
-class Granite4FeedForward(FeedForward):
-    """Its names."""
-
-    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
-        yield from self.gate_up.checkpoint_tensors(name)
-        yield from self.down.checkpoint_tensors(f"{name}.output_linear")
-
-
-class Granite4Block(GraniteBlock):
-    checkpoint_names = MappingProxyType({**Block.checkpoint_names, "feed_forward": "shared_mlp"})
-
-
-class Granite4(Granite):
-    """Granite 3 by other names; gate and up are stored as one matrix."""
-
-    config_class = Granite4Config
-    granite_class = Granite4Block
-
-    def build_feed_forward(self, layer_id: int) -> FeedForward:
-        return Granite4FeedForward(self.config, packed_as="input_linear", placement=self.placement)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,9 +24,6 @@ from radixrt.errors import ModelError
 from radixrt.models.config import ModelConfig
 from radixrt.models.decoder import Attention, Block, Decoder, FeedForward
 from radixrt.models.mixtral import MixtureConfig, split_experts
-
-if TYPE_CHECKING:
-    from typing import Self
 
 # Projections whose outputs are stored head by head, and what each is made of here.
 _PARTS = MappingProxyType(
@@ -92,19 +89,6 @@ class HybridConfig(ModelConfig):
             raise ModelError(
                 f"linear_num_value_heads {self.num_value_heads} is not a multiple of "
                 f"linear_num_key_heads {self.num_key_heads}"
-            )
-
-    def for_ranks(self, size: int) -> Self:
-        if size > 1:
-            raise ModelError(
-                f"tensor_parallel_size is {size}, but {self.told_states}, which one rank alone computes"
-            )
-        return super().for_ranks(size)
-
-    def check_stages(self, count: int) -> None:
-        if count > 1:
-            raise ModelError(
-                f"pipeline_parallel_size is {count}, but {self.told_states}, which one stage alone computes"
             )
 
     def state_layout(self, num_layers: int, dtype: torch.dtype) -> StateLayout:

@@ -30,7 +30,7 @@ def shape_of(config: ModelConfig, *, in_e4m3: bool = False, in_int4: bool = Fals
     from radixrt.models.mixtral import MixtureConfig  # torch
 
     size, experts = config.intermediate_size, None
-    if isinstance(config, MixtureConfig):
+    if isinstance(config, MixtureConfig) and config.num_experts:
         size = config.size_of_all
         own = in_e4m3 and config.experts_fit_e4m3
         sizes = config.num_experts, config.top_k, config.expert_size

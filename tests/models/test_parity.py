@@ -65,6 +65,16 @@ MODELS: dict[str, Callable[[], Any]] = {
     "granite4 without positions": partial(
         checkpoints.granite4, position_embedding_type="nope", attention_bias=True
     ),
+    "granite4 hybrid": checkpoints.granite4_hybrid,
+    "granite4 hybrid, with rope, biases and one group": partial(
+        checkpoints.granite4_hybrid,
+        position_embedding_type="rope",
+        mamba_n_groups=1,
+        mamba_proj_bias=True,
+        mamba_conv_bias=False,
+        tie_word_embeddings=True,
+    ),
+    "granite4 hybrid, moe": checkpoints.granite4_hybrid_moe,
     "glm4": checkpoints.glm4,
     "glm4-moe": checkpoints.glm4_moe,
     "glm4-moe, groups": partial(
@@ -367,7 +377,9 @@ def test_long_rope_follows_the_context_length(changes: dict[str, Any], tmp_path:
     assert not torch.allclose(longer.run((0, a[:16], 0))[0], dense(reference, a[:16]), atol=0.1)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2", "mixtral", "qwen3.5", "qwen3-next"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "olmo2", "mixtral", "qwen3.5", "qwen3-next", "granite4 hybrid"]
+)
 def test_bfloat16_keeps_close(family: str, tmp_path: Path, device: torch.device) -> None:
     """Our bfloat16 logits are no farther from float32's than twice transformers' own."""
     reference = MODELS[family]()

@@ -241,6 +241,29 @@ def granite4(seed: int = 0, **changes: Any) -> GraniteMoeHybridForCausalLM:
     return _build(GraniteMoeHybridForCausalLM, GraniteMoeHybridConfig, seed, {**own, **changes})
 
 
+# Two layers of Mamba-2, attention between them; heads of two groups.
+_MAMBA2: dict[str, Any] = {
+    "initializer_range": 0.12,
+    "num_hidden_layers": 3,
+    "layer_types": ["mamba", "attention", "mamba"],
+    "position_embedding_type": "nope",
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+}
+
+
+def granite4_hybrid(seed: int = 0, **changes: Any) -> GraniteMoeHybridForCausalLM:
+    """Steps of Mamba-2 are limited."""
+    return granite4(seed, **{**_MAMBA2, "time_step_limit": [0.3, 1.2], **changes})
+
+
+def granite4_hybrid_moe(seed: int = 0, **changes: Any) -> GraniteMoeHybridForCausalLM:
+    own = {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 20}
+    return granite4_hybrid(seed, **{**own, **changes})
+
+
 def exaone4(seed: int = 0, **changes: Any) -> Exaone4ForCausalLM:
     """Its first layer has a window, and positions; the second one has neither."""
     own = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
@@ -481,7 +504,9 @@ def _build(model_class: Any, config_class: Any, seed: int, changes: dict[str, An
                 parameter.normal_(std=0.3)
             elif name.endswith("A_log"):  # some heads forget soon, some late
                 parameter.uniform_(-4.0, 0.0)
-            elif "linear_key_head_dim" in changes and name.endswith("o_proj.weight"):
+            elif name.endswith("mamba.D"):
+                parameter.normal_()
+            elif changes.keys() & {"linear_key_head_dim", "mamba_d_state"} and name.endswith("o_proj.weight"):
                 parameter.normal_(std=0.4)
             elif "linear_attn.norm" in name:  # of heads, not centred
                 parameter.uniform_(0.5, 1.5)

@@ -1,0 +1,180 @@
+"""Granite 4 (IBM, 2025): Granite whose layers may be Mamba-2 but for a few, and mixtures of experts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from layers.mamba2 import Mamba2, Mamba2Sizes
+from layers.moe import EXPERT_NAMES, SparseMoE
+from layers.place import Place
+from layers.ranks import ALONE
+from memory_pool.kv_layout import StateLayout
+from radixrt.errors import ModelError
+from radixrt.models.config import read_attention
+from radixrt.models.decoder import Block, FeedForward, Mixer
+from radixrt.models.granite import Granite, GraniteBlock, GraniteConfig
+from radixrt.models.mixtral import MixtureConfig, split_experts
+
+_MIXTURE = re.compile(r"(.*\.block_sparse_moe\.)(.*)")
+# Of a mixture, by the names of checkpoints and by those of transformers.
+_STORED = MappingProxyType(
+    {
+        "input_linear.weight": "experts.gate_up_proj",
+        "output_linear.weight": "experts.down_proj",
+        "router.layer.weight": "gate.weight",
+        "router.weight": "gate.weight",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Granite4Config(MixtureConfig, GraniteConfig):
+    """`intermediate_size` is of what all tokens go through; without experts, `num_experts` is 0. `mamba_sizes` to
+    `mamba_bias` are those of `Mamba2`.
+    """
+
+    has_recurrent_layers: ClassVar[bool] = True
+    experts_field: ClassVar[str] = "num_local_experts"
+    inner_sizes: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"intermediate_size": "shared_intermediate_size", "expert_size": "intermediate_size"}
+    )
+
+    mamba_sizes: Mamba2Sizes
+    dt_limits: tuple[float, float]
+    conv_bias: bool
+    mamba_bias: bool
+
+    @classmethod
+    def read_family(cls, source: Any) -> dict[str, Any]:
+        dense = {"num_experts": 0, "top_k": 0, "expert_size": 0}
+        attention = read_attention(source, recurrent=True)
+        if source.position_embedding_type != "rope":
+            attention = tuple(replace(kind, rope=None) for kind in attention)
+        if source.hidden_act != "silu" and any(kind.is_recurrent for kind in attention):
+            raise ModelError(
+                f"layers of Mamba-2 with hidden_act {source.hidden_act!r} are not supported; 'silu' is"
+            )
+        return {
+            **(super().read_family(source) if source.num_local_experts else dense),
+            **GraniteConfig.read_family(source),
+            "attention": attention,
+            "intermediate_size": source.shared_intermediate_size,
+            "mamba_sizes": Mamba2Sizes(
+                source.mamba_n_heads,
+                source.mamba_d_head,
+                source.mamba_n_groups,
+                source.mamba_d_state,
+                source.mamba_d_conv,
+            ),
+            "dt_limits": tuple(float(limit) for limit in source.time_step_limit),
+            "conv_bias": source.mamba_conv_bias,
+            "mamba_bias": source.mamba_proj_bias,
+        }
+
+    def check(self) -> None:
+        super().check()
+        if self.keeps_states and self.mamba_sizes.num_heads % self.mamba_sizes.num_groups:
+            raise ModelError(
+                f"mamba_n_heads {self.mamba_sizes.num_heads} is not a multiple of "
+                f"mamba_n_groups {self.mamba_sizes.num_groups}"
+            )
+
+    @property
+    def size_of_all(self) -> int:
+        return self.intermediate_size
+
+    def state_layout(self, num_layers: int, dtype: torch.dtype) -> StateLayout:
+        sizes = self.mamba_sizes
+        matrices = sizes.num_heads, sizes.state_size, sizes.head_dim
+        return StateLayout(num_layers, sizes.channels, sizes.conv_width, *matrices, dtype)
+
+
+class Granite4FeedForward(FeedForward):
+    """Its names."""
+
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
+        yield from self.gate_up.checkpoint_tensors(name)
+        yield from self.down.checkpoint_tensors(f"{name}.output_linear")
+
+
+class Granite4MoE(SparseMoE):
+    """A mixture beside which every token goes through `shared`, whose ranks are not summed by itself."""
+
+    def __init__(self, *sizes: int, shared: FeedForward, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.shared = shared
+
+    def of_rank(self, x: Tensor, *, parts_ok: bool = False) -> Tensor:
+        """As `SparseMoE.of_rank`, never in parts."""
+        shared: Tensor = self.shared(x)
+        return super().of_rank(x).add_(shared)
+
+
+class Granite4Block(GraniteBlock):
+    """Its parts have the names of their kinds."""
+
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
+        yield from self.attention_norm.checkpoint_tensors(f"{name}.{Block.checkpoint_names['attention_norm']}")
+        mixer = "mamba" if isinstance(self.attention, Mamba2) else Block.checkpoint_names["attention"]
+        yield from self.attention.checkpoint_tensors(f"{name}.{mixer}")
+        yield from self.feed_forward_norm.checkpoint_tensors(
+            f"{name}.{Block.checkpoint_names['feed_forward_norm']}"
+        )
+        shared = self.feed_forward
+        if isinstance(shared, Granite4MoE):
+            yield from shared.checkpoint_tensors(f"{name}.block_sparse_moe")
+            shared = shared.shared
+        yield from shared.checkpoint_tensors(f"{name}.shared_mlp")
+
+
+class Granite4(Granite):
+    """Granite 3 by other names; gate and up are stored as one matrix."""
+
+    config: Granite4Config
+    config_class: ClassVar[type[Granite4Config]] = Granite4Config
+    granite_class = Granite4Block
+
+    def build_attention(self, layer_id: int) -> Mixer:
+        config = self.config
+        if not config.attention[layer_id].is_recurrent:
+            return super().build_attention(layer_id)
+        return Mamba2(
+            config.place_of(layer_id, self.layers),
+            config.hidden_size,
+            config.mamba_sizes,
+            config.rms_norm_eps,
+            dt_limits=config.dt_limits,
+            norm_groups=1,
+            conv_bias=config.conv_bias,
+            bias=config.mamba_bias,
+            placement=self.placement,
+        )
+
+    def build_feed_forward(self, layer_id: int) -> FeedForward | SparseMoE:
+        config, placement = self.config, self.placement
+        if not config.num_experts:
+            return Granite4FeedForward(config, packed_as="input_linear", placement=placement)
+        return Granite4MoE(
+            config.hidden_size,
+            config.expert_size,
+            config.num_experts,
+            config.top_k,
+            renormalize=True,
+            shared=Granite4FeedForward(
+                config, packed_as="input_linear", placement=replace(placement, ranks=ALONE)
+            ),
+            placement=placement,
+        )
+
+    def split_stored(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        if match := _MIXTURE.fullmatch(name):
+            before, part = match.groups()
+            name = before + _STORED.get(part, part)
+        return split_experts(name, tensor, EXPERT_NAMES)
