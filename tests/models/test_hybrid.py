@@ -43,8 +43,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen3.5": partial(checkpoints.qwen3_5, tie_word_embeddings=True),
     "qwen3.5-moe": checkpoints.qwen3_5_moe,
     "qwen3.5, the text of a model with images": checkpoints.qwen3_5_with_images,
-    "granite4 hybrid": partial(checkpoints.granite4_hybrid, tie_word_embeddings=True),
-    "granite4 hybrid, moe": partial(checkpoints.granite4_hybrid_moe, position_embedding_type="rope"),
+    "granite4 hybrid, moe": partial(checkpoints.granite4_hybrid_moe, tie_word_embeddings=True),
 }
 
 

@@ -92,6 +92,7 @@ FAMILIES = {
     "smollm3": checkpoints.smollm3,
     "qwen3.5": checkpoints.qwen3_5,
     "qwen3-next": checkpoints.qwen3_next,
+    "granite4 hybrid, moe": checkpoints.granite4_hybrid_moe,
 }
 
 

@@ -779,13 +779,15 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
         rope(rope_type="default", llama_4_scaling_beta=0.1),
         "llama_4_scaling_beta is 0.1, but there is no original_max_position_embeddings",
     ),
-    ("granite4", {"layer_types": ["mamba", "attention"]}, "1 of 2 layers are Mamba's, .* micro, 1B and 350M"),
+    ("granite4_hybrid", {"hidden_act": "gelu"}, "layers of Mamba-2 with hidden_act 'gelu' are not supported"),
+    ("granite4_hybrid", {"mamba_n_groups": 3}, "mamba_n_heads 8 is not a multiple of mamba_n_groups 3"),
+    ("granite4_hybrid", {"mamba_d_conv": 1}, "mamba_d_conv is 1; it must be a whole number from 2 to 256"),
     (
         "hunyuan",
         rope(rope_type="dynamic", factor=1.0, alpha=0.5),
         "the rope's alpha is 0.5; it must be at least 1",
     ),
-    ("granite4", {"num_local_experts": 4}, "a Granite 4 with 4 experts is not supported; dense ones are"),
+    ("granite4", {"num_local_experts": 4}, "num_experts_per_tok is 0; it must be 1 to 4"),
     *(
         (
             "llama",

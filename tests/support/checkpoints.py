@@ -247,10 +247,13 @@ _MAMBA2: dict[str, Any] = {
     "num_hidden_layers": 3,
     "layer_types": ["mamba", "attention", "mamba"],
     "position_embedding_type": "nope",
+    "attention_multiplier": 3.0,
+    "residual_multiplier": 1.5,
     "mamba_n_heads": 8,
     "mamba_d_head": 8,
     "mamba_n_groups": 2,
     "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
 }
 
 
