@@ -61,6 +61,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             "Granite4",
             "Granite 4 micro, 1B, 350M, and those with an h: h-micro, h-tiny, h-small",
         ),
+        "NemotronHForCausalLM": Family(
+            "Nemotron-H",
+            "radixrt.models.nemotron_h",
+            "NemotronH",
+            "Nemotron-H 4B, 8B, 47B, 56B, Nemotron Nano 2 9B, 12B (dense)",
+        ),
         "SeedOssForCausalLM": Family("Seed-OSS", "radixrt.models.qwen", "Qwen2", "Seed-OSS 36B"),
         "GptOssForCausalLM": Family("gpt-oss", "radixrt.models.gpt_oss", "GptOss", "gpt-oss 20b, 120b"),
         "Exaone4ForCausalLM": Family("EXAONE 4", "radixrt.models.exaone", "Exaone4", "EXAONE 4.0 1.2B, 32B"),

@@ -8,18 +8,17 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from layers.mamba2 import Mamba2, Mamba2Sizes
 from layers.moe import EXPERT_NAMES, SparseMoE
 from layers.place import Place
 from layers.ranks import ALONE
-from memory_pool.kv_layout import StateLayout
 from radixrt.errors import ModelError
 from radixrt.models.config import read_attention
 from radixrt.models.decoder import Block, FeedForward, Mixer
 from radixrt.models.granite import Granite, GraniteBlock, GraniteConfig
+from radixrt.models.mamba2 import Mamba2Config
 from radixrt.models.mixtral import MixtureConfig, split_experts
 
 _MIXTURE = re.compile(r"(.*\.block_sparse_moe\.)(.*)")
@@ -35,21 +34,13 @@ _STORED = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Granite4Config(MixtureConfig, GraniteConfig):
-    """`intermediate_size` is of what all tokens go through; without experts, `num_experts` is 0. `mamba_sizes` to
-    `mamba_bias` are those of `Mamba2`.
-    """
+class Granite4Config(Mamba2Config, MixtureConfig, GraniteConfig):
+    """`intermediate_size` is of what all tokens go through; without experts, `num_experts` is 0."""
 
-    has_recurrent_layers: ClassVar[bool] = True
     experts_field: ClassVar[str] = "num_local_experts"
     inner_sizes: ClassVar[Mapping[str, str]] = MappingProxyType(
         {"intermediate_size": "shared_intermediate_size", "expert_size": "intermediate_size"}
     )
-
-    mamba_sizes: Mamba2Sizes
-    dt_limits: tuple[float, float]
-    conv_bias: bool
-    mamba_bias: bool
 
     @classmethod
     def read_family(cls, source: Any) -> dict[str, Any]:
@@ -78,22 +69,9 @@ class Granite4Config(MixtureConfig, GraniteConfig):
             "mamba_bias": source.mamba_proj_bias,
         }
 
-    def check(self) -> None:
-        super().check()
-        if self.keeps_states and self.mamba_sizes.num_heads % self.mamba_sizes.num_groups:
-            raise ModelError(
-                f"mamba_n_heads {self.mamba_sizes.num_heads} is not a multiple of "
-                f"mamba_n_groups {self.mamba_sizes.num_groups}"
-            )
-
     @property
     def size_of_all(self) -> int:
         return self.intermediate_size
-
-    def state_layout(self, num_layers: int, dtype: torch.dtype) -> StateLayout:
-        sizes = self.mamba_sizes
-        matrices = sizes.num_heads, sizes.state_size, sizes.head_dim
-        return StateLayout(num_layers, sizes.channels, sizes.conv_width, *matrices, dtype)
 
 
 class Granite4FeedForward(FeedForward):
@@ -145,17 +123,7 @@ class Granite4(Granite):
         config = self.config
         if not config.attention[layer_id].is_recurrent:
             return super().build_attention(layer_id)
-        return Mamba2(
-            config.place_of(layer_id, self.layers),
-            config.hidden_size,
-            config.mamba_sizes,
-            config.rms_norm_eps,
-            dt_limits=config.dt_limits,
-            norm_groups=1,
-            conv_bias=config.conv_bias,
-            bias=config.mamba_bias,
-            placement=self.placement,
-        )
+        return config.build_mamba2(layer_id, self.layers, norm_groups=1, placement=self.placement)
 
     def build_feed_forward(self, layer_id: int) -> FeedForward | SparseMoE:
         config, placement = self.config, self.placement

@@ -51,7 +51,6 @@ class MixtureConfig(ModelConfig):
 
     @property
     def size_of_all(self) -> int:
-        """The intermediate size of what all tokens go through beside their experts."""
         return 0
 
     @property

@@ -22,7 +22,7 @@ from layers.ranks import ALONE
 from memory_pool.kv_layout import StateLayout
 from radixrt.errors import ModelError
 from radixrt.models.config import ModelConfig
-from radixrt.models.decoder import Attention, Block, Decoder, FeedForward
+from radixrt.models.decoder import Attention, Block, Decoder, FeedForward, MixerBlock
 from radixrt.models.mixtral import MixtureConfig, split_experts
 
 # Projections whose outputs are stored head by head, and what each is made of here.
@@ -121,7 +121,7 @@ class Qwen3_5(Decoder):
             placement=self.placement,
         )
 
-    def build_block(self, layer_id: int) -> Block:
+    def build_block(self, layer_id: int) -> MixerBlock:
         config = self.config
         if not config.attention[layer_id].is_recurrent:
             return super().build_block(layer_id)

@@ -43,6 +43,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen3.5": partial(checkpoints.qwen3_5, tie_word_embeddings=True),
     "qwen3.5-moe": checkpoints.qwen3_5_moe,
     "qwen3.5, the text of a model with images": checkpoints.qwen3_5_with_images,
+    "nemotron-h": checkpoints.nemotron_h,
     "granite4 hybrid, moe": partial(checkpoints.granite4_hybrid_moe, tie_word_embeddings=True),
 }
 

@@ -75,6 +75,10 @@ MODELS: dict[str, Callable[[], Any]] = {
         tie_word_embeddings=True,
     ),
     "granite4 hybrid, moe": checkpoints.granite4_hybrid_moe,
+    "nemotron-h": checkpoints.nemotron_h,
+    "nemotron-h, with biases and one group": partial(
+        checkpoints.nemotron_h, use_bias=True, mlp_bias=True, use_conv_bias=False, n_groups=1
+    ),
     "glm4": checkpoints.glm4,
     "glm4-moe": checkpoints.glm4_moe,
     "glm4-moe, groups": partial(

@@ -43,6 +43,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
@@ -265,6 +267,24 @@ def granite4_hybrid(seed: int = 0, **changes: Any) -> GraniteMoeHybridForCausalL
 def granite4_hybrid_moe(seed: int = 0, **changes: Any) -> GraniteMoeHybridForCausalLM:
     own = {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 20}
     return granite4_hybrid(seed, **{**own, **changes})
+
+
+def nemotron_h(seed: int = 0, **changes: Any) -> NemotronHForCausalLM:
+    """Layers with and without a feed-forward layer after them; steps are not limited."""
+    kinds = {"M": "mamba", "*": "attention", "-": "mlp"}
+    own = {
+        "initializer_range": 0.2,
+        "head_dim": 8,
+        "layers_block_type": [kinds[kind] for kind in "M-MM*-"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "chunk_size": 16,
+        "time_step_min": 1e-9,
+        "layer_norm_epsilon": 1e-6,
+    }
+    return _build(NemotronHForCausalLM, NemotronHConfig, seed, {**own, **changes})
 
 
 def exaone4(seed: int = 0, **changes: Any) -> Exaone4ForCausalLM:
@@ -496,6 +516,9 @@ def _around(
 _CENTRED = ("gemma", "qwen3_next", "qwen3_5")  # whose norms have weights around 0
 
 
+_STATES = {"linear_key_head_dim", "mamba_d_state", "ssm_state_size"}  # of configs of models that keep states
+
+
 def _build(model_class: Any, config_class: Any, seed: int, changes: dict[str, Any]) -> Any:
     torch.manual_seed(seed)
     model = model_class(config_class(**{**SHAPE, **changes}))
@@ -507,9 +530,9 @@ def _build(model_class: Any, config_class: Any, seed: int, changes: dict[str, An
                 parameter.normal_(std=0.3)
             elif name.endswith("A_log"):  # some heads forget soon, some late
                 parameter.uniform_(-4.0, 0.0)
-            elif name.endswith("mamba.D"):
+            elif name.endswith(".D"):
                 parameter.normal_()
-            elif changes.keys() & {"linear_key_head_dim", "mamba_d_state"} and name.endswith("o_proj.weight"):
+            elif changes.keys() & _STATES and name.endswith("o_proj.weight"):
                 parameter.normal_(std=0.4)
             elif "linear_attn.norm" in name:  # of heads, not centred
                 parameter.uniform_(0.5, 1.5)

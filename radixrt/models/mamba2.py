@@ -1,0 +1,53 @@
+"""What families with Mamba-2 layers have in common."""
+
+# Tests: tests/models/test_loader.py, tests/models/test_parity.py
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from layers.mamba2 import Mamba2, Mamba2Sizes
+from layers.placement import Placement
+from memory_pool.kv_layout import StateLayout
+from radixrt.errors import ModelError
+from radixrt.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Mamba2Config(ModelConfig):
+    """The fields are arguments of `Mamba2`."""
+
+    has_recurrent_layers: ClassVar[bool] = True
+
+    mamba_sizes: Mamba2Sizes
+    dt_limits: tuple[float, float]
+    conv_bias: bool
+    mamba_bias: bool
+
+    def check(self) -> None:
+        super().check()
+        num_heads, num_groups = self.mamba_sizes.num_heads, self.mamba_sizes.num_groups
+        if self.keeps_states and num_heads % num_groups:
+            raise ModelError(f"{num_heads} heads of Mamba-2 are not a multiple of its {num_groups} groups")
+
+    def state_layout(self, num_layers: int, dtype: torch.dtype) -> StateLayout:
+        sizes = self.mamba_sizes
+        matrices = sizes.num_heads, sizes.state_size, sizes.head_dim
+        return StateLayout(num_layers, sizes.channels, sizes.conv_width, *matrices, dtype)
+
+    def build_mamba2(self, layer_id: int, layers: range, *, norm_groups: int, placement: Placement) -> Mamba2:
+        """The layer of that number in the model, of which there are `layers` here."""
+        return Mamba2(
+            self.place_of(layer_id, layers),
+            self.hidden_size,
+            self.mamba_sizes,
+            self.rms_norm_eps,
+            dt_limits=self.dt_limits,
+            norm_groups=norm_groups,
+            conv_bias=self.conv_bias,
+            bias=self.mamba_bias,
+            placement=placement,
+        )
