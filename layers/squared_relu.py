@@ -13,6 +13,7 @@ from layers.place import Place
 from layers.placement import Layer, Placement
 from layers.ranks import Addend
 from triton_ops.activations.quantised_rows import QuantisedRows
+from triton_ops.activations.squared_relu import squared_relu
 
 
 class SquaredReLU(Layer):
@@ -22,6 +23,7 @@ class SquaredReLU(Layer):
         super().__init__()
         self.up = Linear(hidden_size, intermediate_size, bias=bias, placement=placement)
         self.down = SummedLinear(intermediate_size, hidden_size, bias=bias, placement=placement)
+        self.impl = placement.impl
 
     @property
     def input_groups(self) -> bool | None:
@@ -30,7 +32,7 @@ class SquaredReLU(Layer):
 
     def forward(self, hidden: Tensor | QuantisedRows, *, split_k_ok: bool = False) -> Addend:
         """`hidden [T, hidden_size]` to the same shape, or to parts if they are allowed: see `Linear.forward`."""
-        out: Addend = self.down(self.up(hidden).relu_().square_(), split_k_ok=split_k_ok)
+        out: Addend = self.down(squared_relu(self.up(hidden), impl=self.impl), split_k_ok=split_k_ok)
         return out
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:

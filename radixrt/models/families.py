@@ -65,7 +65,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             "Nemotron-H",
             "radixrt.models.nemotron_h",
             "NemotronH",
-            "Nemotron-H 4B, 8B, 47B, 56B, Nemotron Nano 2 9B, 12B (dense)",
+            "Nemotron-H 4B, 8B, 47B, 56B, Nemotron Nano 2 9B, 12B, Nemotron 3 Nano 30B-A3B",
         ),
         "SeedOssForCausalLM": Family("Seed-OSS", "radixrt.models.qwen", "Qwen2", "Seed-OSS 36B"),
         "GptOssForCausalLM": Family("gpt-oss", "radixrt.models.gpt_oss", "GptOss", "gpt-oss 20b, 120b"),

@@ -32,7 +32,7 @@ def shape_of(config: ModelConfig, *, in_e4m3: bool = False, in_int4: bool = Fals
     experts = None
     if isinstance(config, MixtureConfig) and config.num_experts:
         own = in_e4m3 and config.experts_fit_e4m3
-        sizes = config.num_experts, config.top_k, config.expert_size
+        sizes = config.num_experts, config.top_k, config.expert_size_of_all
         experts = Experts(*sizes, config.bytes_of_expert_weights, in_e4m3=own)
     return ModelShape(
         num_layers=config.num_layers,

@@ -43,7 +43,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen3.5": partial(checkpoints.qwen3_5, tie_word_embeddings=True),
     "qwen3.5-moe": checkpoints.qwen3_5_moe,
     "qwen3.5, the text of a model with images": checkpoints.qwen3_5_with_images,
-    "nemotron-h": checkpoints.nemotron_h,
+    "nemotron-h, moe": checkpoints.nemotron_h_moe,
     "granite4 hybrid, moe": partial(checkpoints.granite4_hybrid_moe, tie_word_embeddings=True),
 }
 
@@ -266,7 +266,7 @@ def test_layers_that_predict_ahead_are_not_loaded(folder: Path, tmp_path: Path) 
     ("make", "layers"),
     [
         (checkpoints.granite4_hybrid_moe, {"layer_types": ["mamba", "attention", "mamba"]}),
-        (checkpoints.nemotron_h, {"layers_block_type": None, "hybrid_override_pattern": "M-MM*-"}),
+        (checkpoints.nemotron_h_moe, {"layers_block_type": None, "hybrid_override_pattern": "MEM*-ME"}),
     ],
     ids=["granite4", "nemotron-h"],
 )

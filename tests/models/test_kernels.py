@@ -93,7 +93,7 @@ FAMILIES = {
     "qwen3.5": checkpoints.qwen3_5,
     "qwen3-next": checkpoints.qwen3_next,
     "granite4 hybrid, moe": checkpoints.granite4_hybrid_moe,
-    "nemotron-h": checkpoints.nemotron_h,
+    "nemotron-h, moe": checkpoints.nemotron_h_moe,
 }
 
 

@@ -76,6 +76,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
     "granite4 hybrid, moe": checkpoints.granite4_hybrid_moe,
     "nemotron-h": checkpoints.nemotron_h,
+    "nemotron-h, moe": checkpoints.nemotron_h_moe,
     "nemotron-h, with biases and one group": partial(
         checkpoints.nemotron_h, use_bias=True, mlp_bias=True, use_conv_bias=False, n_groups=1
     ),

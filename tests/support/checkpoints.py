@@ -208,11 +208,16 @@ def glm4_moe(seed: int = 0, **changes: Any) -> Glm4MoeForCausalLM:
         "use_qk_norm": True,
     }
     model = _build(Glm4MoeForCausalLM, Glm4MoeConfig, seed, {**own, **changes})
+    _correct_choices(model)
+    return model
+
+
+def _correct_choices(model: Any) -> None:
+    """Of routers of sigmoids."""
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.uniform_(-0.3, 0.3)
-    return model
 
 
 _GRANITE_FACTORS = {
@@ -273,7 +278,7 @@ def nemotron_h(seed: int = 0, **changes: Any) -> NemotronHForCausalLM:
     """Layers with and without a feed-forward layer after them; steps are not limited."""
     kinds = {"M": "mamba", "*": "attention", "-": "mlp"}
     own = {
-        "initializer_range": 0.2,
+        "initializer_range": 0.18,
         "head_dim": 8,
         "layers_block_type": [kinds[kind] for kind in "M-MM*-"],
         "mamba_num_heads": 8,
@@ -284,7 +289,21 @@ def nemotron_h(seed: int = 0, **changes: Any) -> NemotronHForCausalLM:
         "time_step_min": 1e-9,
         "layer_norm_epsilon": 1e-6,
     }
-    return _build(NemotronHForCausalLM, NemotronHConfig, seed, {**own, **changes})
+    model = _build(NemotronHForCausalLM, NemotronHConfig, seed, {**own, **changes})
+    _correct_choices(model)
+    return model
+
+
+def nemotron_h_moe(seed: int = 0, **changes: Any) -> NemotronHForCausalLM:
+    own = {
+        "layers_block_type": ["mamba", "moe", "mamba", "attention", "mlp", "mamba", "moe"],
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "moe_shared_expert_intermediate_size": 28,
+        "routed_scaling_factor": 1.7,
+    }
+    return nemotron_h(seed, **{**own, **changes})
 
 
 def exaone4(seed: int = 0, **changes: Any) -> Exaone4ForCausalLM:
@@ -538,7 +557,7 @@ def _build(model_class: Any, config_class: Any, seed: int, changes: dict[str, An
                 parameter.uniform_(0.5, 1.5)
             elif "norm" in name:
                 parameter.uniform_(centred - 0.5, centred + 0.5)
-            elif name.endswith("mlp.gate.weight"):  # of a router, which is left at 0 in Qwen3-MoE
+            elif name.endswith(("mlp.gate.weight", "mixer.gate.weight")):  # of routers, which may be left at 0
                 parameter.normal_(std=0.5)
     return model.eval()
 

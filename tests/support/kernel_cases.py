@@ -23,6 +23,7 @@ from triton_ops.activations.gelu_fast import gelu_fast
 from triton_ops.activations.gelu_new import gelu_new
 from triton_ops.activations.quantised_rows import quantise_rows
 from triton_ops.activations.silu_and_mul import quantised_silu_and_mul, silu_and_mul
+from triton_ops.activations.squared_relu import squared_relu
 from triton_ops.attention.arguments import Scoring
 from triton_ops.attention.decode import decode_attention
 from triton_ops.attention.extend import Extends, extend_attention, extend_tile_tokens
@@ -424,6 +425,7 @@ def _row_cases(shape: tuple[int, int], dtype: torch.dtype, few: bool) -> Iterato
     yield case(gelu_and_mul, gate_up, approximate="tanh")
     yield case(gelu_new, row)
     yield case(gelu_fast, row)
+    yield case(squared_relu, row)
     yield case(soft_cap, row, cap=30.0)
 
 
