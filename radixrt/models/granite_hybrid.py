@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from layers.mamba2 import Mamba2, Mamba2Sizes
+from layers.mamba2 import Mamba2
 from layers.moe import EXPERT_NAMES, SparseMoE
 from layers.place import Place
 from layers.ranks import ALONE
@@ -57,14 +57,13 @@ class Granite4Config(Mamba2Config, MixtureConfig, GraniteConfig):
             **GraniteConfig.read_family(source),
             "attention": attention,
             "intermediate_size": source.shared_intermediate_size,
-            "mamba_sizes": Mamba2Sizes(
-                source.mamba_n_heads,
-                source.mamba_d_head,
-                source.mamba_n_groups,
-                source.mamba_d_state,
-                source.mamba_d_conv,
-            ),
-            "dt_limits": tuple(float(limit) for limit in source.time_step_limit),
+            "num_mamba_heads": source.mamba_n_heads,
+            "mamba_head_dim": source.mamba_d_head,
+            "num_mamba_groups": source.mamba_n_groups,
+            "state_size": source.mamba_d_state,
+            "conv_width": source.mamba_d_conv,
+            "dt_min": float(source.time_step_limit[0]),
+            "dt_max": float(source.time_step_limit[1]),
             "conv_bias": source.mamba_conv_bias,
             "mamba_bias": source.mamba_proj_bias,
         }
@@ -99,17 +98,14 @@ class Granite4Block(GraniteBlock):
     """Its parts have the names of their kinds."""
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
-        yield from self.attention_norm.checkpoint_tensors(f"{name}.{Block.checkpoint_names['attention_norm']}")
-        mixer = "mamba" if isinstance(self.attention, Mamba2) else Block.checkpoint_names["attention"]
-        yield from self.attention.checkpoint_tensors(f"{name}.{mixer}")
-        yield from self.feed_forward_norm.checkpoint_tensors(
-            f"{name}.{Block.checkpoint_names['feed_forward_norm']}"
-        )
-        shared = self.feed_forward
-        if isinstance(shared, Granite4MoE):
-            yield from shared.checkpoint_tensors(f"{name}.block_sparse_moe")
-            shared = shared.shared
-        yield from shared.checkpoint_tensors(f"{name}.shared_mlp")
+        mixture = self.feed_forward if isinstance(self.feed_forward, Granite4MoE) else None
+        names = {**Block.checkpoint_names, "feed_forward": "block_sparse_moe" if mixture else "shared_mlp"}
+        if isinstance(self.attention, Mamba2):
+            names["attention"] = "mamba"
+        for part, stored in names.items():
+            yield from getattr(self, part).checkpoint_tensors(f"{name}.{stored}")
+        if mixture:
+            yield from mixture.shared.checkpoint_tensors(f"{name}.shared_mlp")
 
 
 class Granite4(Granite):

@@ -18,20 +18,31 @@ from radixrt.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class Mamba2Config(ModelConfig):
-    """The fields are arguments of `Mamba2`."""
+    """`num_mamba_heads` to `conv_width` are those of `Mamba2Sizes`, the rest arguments of `Mamba2`."""
 
     has_recurrent_layers: ClassVar[bool] = True
 
-    mamba_sizes: Mamba2Sizes
-    dt_limits: tuple[float, float]
+    num_mamba_heads: int
+    mamba_head_dim: int
+    num_mamba_groups: int
+    state_size: int
+    conv_width: int
+    dt_min: float
+    dt_max: float
     conv_bias: bool
     mamba_bias: bool
 
+    @property
+    def mamba_sizes(self) -> Mamba2Sizes:
+        heads = self.num_mamba_heads, self.mamba_head_dim
+        return Mamba2Sizes(*heads, self.num_mamba_groups, self.state_size, self.conv_width)
+
     def check(self) -> None:
         super().check()
-        num_heads, num_groups = self.mamba_sizes.num_heads, self.mamba_sizes.num_groups
-        if self.keeps_states and num_heads % num_groups:
-            raise ModelError(f"{num_heads} heads of Mamba-2 are not a multiple of its {num_groups} groups")
+        if self.keeps_states and self.num_mamba_heads % self.num_mamba_groups:
+            raise ModelError(
+                f"{self.num_mamba_heads} heads of Mamba-2 are not a multiple of its {self.num_mamba_groups} groups"
+            )
 
     def state_layout(self, num_layers: int, dtype: torch.dtype) -> StateLayout:
         sizes = self.mamba_sizes
@@ -45,7 +56,7 @@ class Mamba2Config(ModelConfig):
             self.hidden_size,
             self.mamba_sizes,
             self.rms_norm_eps,
-            dt_limits=self.dt_limits,
+            dt_limits=(self.dt_min, self.dt_max),
             norm_groups=norm_groups,
             conv_bias=self.conv_bias,
             bias=self.mamba_bias,

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from layers.mamba2 import Mamba2Sizes
 from layers.moe import SparseMoE
 from layers.placement import Placement
 from layers.ranks import ALONE
@@ -62,14 +61,13 @@ class NemotronHConfig(Mamba2Config, SigmoidMixtureConfig):
             "attention_bias": False,
             "rms_norm_eps": source.layer_norm_epsilon,
             "activation": source.mamba_hidden_act,
-            "mamba_sizes": Mamba2Sizes(
-                source.mamba_num_heads,
-                source.mamba_head_dim,
-                source.n_groups,
-                source.ssm_state_size,
-                source.conv_kernel,
-            ),
-            "dt_limits": tuple(float(limit) for limit in source.time_step_limit),
+            "num_mamba_heads": source.mamba_num_heads,
+            "mamba_head_dim": source.mamba_head_dim,
+            "num_mamba_groups": source.n_groups,
+            "state_size": source.ssm_state_size,
+            "conv_width": source.conv_kernel,
+            "dt_min": float(source.time_step_limit[0]),
+            "dt_max": float(source.time_step_limit[1]),
             "conv_bias": source.use_conv_bias,
             "mamba_bias": source.use_bias,
         }
@@ -123,8 +121,9 @@ class NemotronH(Decoder):
         config = self.config
         if not config.attention[layer_id].is_recurrent:
             return super().build_attention(layer_id)
-        groups = config.mamba_sizes.num_groups
-        return config.build_mamba2(layer_id, self.layers, norm_groups=groups, placement=self.placement)
+        return config.build_mamba2(
+            layer_id, self.layers, norm_groups=config.num_mamba_groups, placement=self.placement
+        )
 
     def build_block(self, layer_id: int) -> MixerBlock:
         norm, attention = self.build_norm(self.config.hidden_size), self.build_attention(layer_id)
