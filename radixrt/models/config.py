@@ -182,6 +182,8 @@ class ModelConfig:
             raise ModelError(
                 f"the activation {self.activation!r} is not supported; these are: {', '.join(ACTIVATIONS)}"
             )
+        if all(kind.is_recurrent for kind in self.attention):
+            raise ModelError(f"none of the {self.num_layers} layers has attention, which is not supported")
         for kind in self.attention:
             if kind.window is not None and kind.window < 1:
                 raise ModelError(f"sliding_window is {kind.window}; a token sees at least itself")

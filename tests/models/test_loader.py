@@ -787,6 +787,7 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'; 'relu2' alone is supported"),
     ("nemotron_h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act is 'gelu'; 'silu' alone is supported"),
     ("granite4_hybrid", {"hidden_act": "gelu"}, "layers of Mamba-2 with hidden_act 'gelu' are not supported"),
+    ("granite4_hybrid", {"layer_types": ["mamba"] * 3}, "none of the 3 layers has attention"),
     ("granite4_hybrid", {"mamba_n_groups": 3}, "8 heads of Mamba-2 are not a multiple of its 3 groups"),
     ("granite4_hybrid", {"mamba_d_conv": 1}, "mamba_d_conv is 1; it must be a whole number from 2 to 256"),
     (

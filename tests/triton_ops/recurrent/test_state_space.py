@@ -235,6 +235,8 @@ def test_a_row_cut_in_two_goes_on(cut: int, dtype: torch.dtype, impl: Impl, kern
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 def test_bits_of_rows_that_run_together(dtype: torch.dtype, impl: Impl, kernel_device: torch.device) -> None:
     """They are those of each row alone: extends, and rows of one token."""
+    if impl == "torch" and kernel_device.type == "cuda":
+        pytest.skip("on a GPU, torch may add up in another order for each number of rows")
     inputs = StateSpaceInputs.random(73, (1, 2), dtype=dtype, device=kernel_device)
     lens = (50, 20, 1, 1, 1)
     together, alone = inputs.fresh(), inputs.fresh()
