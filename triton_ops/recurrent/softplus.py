@@ -1,7 +1,5 @@
 """`log(1 + exp(x))`, of which recurrent layers make the sizes of their steps."""
 
-# Tests: tests/triton_ops/recurrent/test_kernels.py, tests/triton_ops/recurrent/test_references.py
-
 from __future__ import annotations
 
 import torch

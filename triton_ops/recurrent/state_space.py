@@ -3,8 +3,6 @@
 Dao and Gu, Transformers are SSMs (2024), arXiv 2405.21060.
 """
 
-# Tests: tests/triton_ops/recurrent/test_state_space.py
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """The kernels of Mamba-2's state space: one token a row, or chunks of tokens."""
 
+# Tests: tests/triton_ops/recurrent/test_state_space.py
+
 from __future__ import annotations
 
 from triton_ops.implementation import gdc_launch_dependents, gdc_wait, tl, triton
