@@ -97,7 +97,8 @@ class SparseMoE(Layer):
     held in e4m3, so are theirs, unless blocks of gate and up would not lie on those of their stack, or, by
     `hold_plain`, a checkpoint leaves some of them as they are. Each rank has all experts, of whose inner features
     `intermediate_size` are its own, as in `SummedLinear`. `names` are the names of an expert's gate, up and
-    down projections in a checkpoint. A `router` of its own is for families that override `route`.
+    down projections in a checkpoint; those of up and down for an `activation` without a gate. A `router` of its
+    own is for families that override `route`.
     """
 
     def __init__(
@@ -132,9 +133,10 @@ class SparseMoE(Layer):
                 return E4M3Matrices(num_experts, size, inner, placement, by_blocks=by_blocks)
             return placement.parameter(num_experts, size, inner)
 
-        self.gate_up: Stack = stack(2 * intermediate_size, hidden_size)
+        self.first_size = (len(names) - 1) * intermediate_size
+        self.gate_up: Stack = stack(self.first_size, hidden_size)
         self.down: Stack = stack(hidden_size, intermediate_size)
-        self.gate_up_bias = placement.parameter(num_experts, 2 * intermediate_size) if bias else None
+        self.gate_up_bias = placement.parameter(num_experts, self.first_size) if bias else None
         self.down_bias = placement.parameter(num_experts, hidden_size) if bias else None
 
     @property
@@ -173,7 +175,7 @@ class SparseMoE(Layer):
     def hold_plain(self) -> None:
         """Hold the experts in the model's dtype. They are not filled any more."""
         num_experts, hidden_size, intermediate_size = self.shape
-        self.gate_up = self._placement.parameter(num_experts, 2 * intermediate_size, hidden_size)
+        self.gate_up = self._placement.parameter(num_experts, self.first_size, hidden_size)
         self.down = self._placement.parameter(num_experts, hidden_size, intermediate_size)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
@@ -190,7 +192,7 @@ class SparseMoE(Layer):
                 yield from self.down.places(own + down, expert, 0, self.shape[1])
         for kind, stacks in self._stacks():
             for expert, (gate_up, down) in enumerate(zip(*stacks, strict=True)):
-                for part, tensor in zip(self.names, (*gate_up.chunk(2), down), strict=True):
+                for part, tensor in zip(self.names, (*gate_up.chunk(len(self.names) - 1), down), strict=True):
                     own = f"{name}.experts.{expert}.{part}"
                     if kind == "weight":
                         yield from plain_places(own, tensor, self.quantization)
@@ -200,8 +202,9 @@ class SparseMoE(Layer):
     def _e4m3_places(self, name: str, gate_up: E4M3Matrices, down: E4M3Matrices) -> Iterator[tuple[str, Place]]:
         assert self.quantization is not None
         for expert in range(self.shape[0]):
-            values = *gate_up.values[expert].chunk(2), down.values[expert]
-            scales = *gate_up.scale[expert].chunk(2), down.scale[expert]
+            parts = len(self.names) - 1
+            values = *gate_up.values[expert].chunk(parts), down.values[expert]
+            scales = *gate_up.scale[expert].chunk(parts), down.scale[expert]
             for part, codes, scale in zip(self.names, values, scales, strict=True):
                 own = f"{name}.experts.{expert}.{part}"
                 if self.quantization.ignores(own):

@@ -583,12 +583,12 @@ def row_blocks(size: int, dtype: torch.dtype, parts: int = 0) -> tuple[int, int,
 # --- recurrent layers ---
 
 MAX_DELTA_DIM = 128  # of keys: a program holds whole columns of a state in registers
-DELTA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+RECURRENT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
-class DeltaChunksConfig:
-    """How rows of several tokens are computed by the gated delta rule.
+class ChunksConfig:
+    """How rows of several tokens are computed by a recurrent layer.
 
     Attributes:
         chunk: tokens, a power of two from 16 on.
@@ -596,7 +596,7 @@ class DeltaChunksConfig:
         within_warps: of what is computed of a chunk by itself.
         across_warps, num_stages: of what is computed chunk after chunk.
         precision: of products of keys, queries and values, where they are float32.
-        solve_precision: of those that invert a triangular system, which are always float32.
+        solve_precision: of those that invert the triangular systems of the gated delta rule, always float32.
     """
 
     chunk: int
@@ -608,20 +608,38 @@ class DeltaChunksConfig:
     solve_precision: str = "tf32"
 
 
-def delta_chunks_config(gpu: GPU, k_dim: int, v_dim: int, dtype: torch.dtype) -> DeltaChunksConfig:
+def delta_chunks_config(gpu: GPU, k_dim: int, v_dim: int, dtype: torch.dtype) -> ChunksConfig:
     """For keys of up to `MAX_DELTA_DIM`."""
     _check_vendor(gpu)
     if dtype == torch.float32:
-        return DeltaChunksConfig(16, 16, 8, 8, 1, precision="ieee", solve_precision="ieee")
+        return ChunksConfig(16, 16, 8, 8, 1, precision="ieee", solve_precision="ieee")
     # Chunks of 64 tokens take twice the time. Across chunks two warps, which cannot use wgmma: with it, Triton 3.6
     # multiplied the transposed keys wrongly wherever their loads were not pipelined.
-    return DeltaChunksConfig(32, min(32, max(16, next_power_of_2(v_dim))), 1, 2, 1, solve_precision="tf32x3")
+    return ChunksConfig(32, min(32, max(16, next_power_of_2(v_dim))), 1, 2, 1, solve_precision="tf32x3")
 
 
 def delta_step_config(gpu: GPU, v_dim: int) -> tuple[int, int]:
     """For rows of one token: the columns of a state a program has, and its warps."""
     _check_vendor(gpu)
     return min(32, max(16, next_power_of_2(v_dim))), 4
+
+
+MAX_STATE_SPACE_DIM = 256  # of states: as above
+
+
+def state_space_chunks_config(gpu: GPU, k_dim: int, v_dim: int, dtype: torch.dtype) -> ChunksConfig:
+    """For states of up to `MAX_STATE_SPACE_DIM`. A result in two bytes is no more precise than tf32."""
+    _check_vendor(gpu)
+    if dtype == torch.float32:
+        return ChunksConfig(16, 16, 8, 8, 1, precision="ieee")
+    chunk = 64 if k_dim <= 128 else 32  # by registers and shared memory
+    return ChunksConfig(chunk, min(32, max(16, next_power_of_2(v_dim))), 4, 8, 2)
+
+
+def state_space_step_config(gpu: GPU, k_dim: int, v_dim: int) -> tuple[int, int]:
+    """For rows of one token: the columns of a state a program has, and its warps."""
+    _check_vendor(gpu)
+    return min(32, max(16, next_power_of_2(v_dim))), 8 if k_dim > 128 else 4
 
 
 # --- single elements ---

@@ -351,6 +351,33 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "tie_word_embeddings": False,
     },
+    # Without its factors on embeddings, scores, residuals and logits, which cost nothing.
+    "granite-4.0-h-tiny": {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "num_hidden_layers": 40,
+        "hidden_size": 1536,
+        "intermediate_size": 512,
+        "shared_intermediate_size": 1024,
+        "num_local_experts": 64,
+        "num_experts_per_tok": 6,
+        "layer_types": [
+            "full_attention" if layer in (5, 15, 25, 35) else "linear_attention" for layer in range(40)
+        ],
+        "position_embedding_type": "nope",
+        "mamba_n_heads": 48,
+        "mamba_d_head": 64,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 128,
+        "mamba_d_conv": 4,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "vocab_size": 100_352,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    },
 }
 """By name: the contents of config.json."""
 

@@ -52,6 +52,16 @@ _BOUNDS = {
     "linear_value_head_dim": (1, 2**14),
     "linear_conv_kernel_dim": (2, 2**8),
     "conv_L_cache": (2, 2**8),
+    "mamba_n_heads": (1, 2**12),
+    "mamba_n_groups": (1, 2**12),
+    "mamba_d_state": (1, 2**14),
+    "mamba_d_head": (1, 2**14),
+    "mamba_d_conv": (2, 2**8),
+    "mamba_num_heads": (1, 2**12),
+    "mamba_head_dim": (1, 2**14),
+    "n_groups": (1, 2**12),
+    "ssm_state_size": (1, 2**14),
+    "conv_kernel": (2, 2**8),
     "vocab_size": (1, 2**24),
     "max_position_embeddings": (2, 2**24),
     "original_max_position_embeddings": (2, 2**24),
@@ -136,7 +146,7 @@ class ModelConfig:
             source = _text_config(whole, architecture, raw)
             own = cls.read_family(source)
             config = cls(
-                **{**_read_common(source, recurrent=cls.recurrent_type), **own},
+                **{**_read_common(source, own, recurrent=cls.recurrent_type), **own},
                 architecture=architecture,
                 eos_token_ids=_end_tokens(folder, source.eos_token_id),
                 quantization=next((found for found in quantizations if found is not None), None),
@@ -175,6 +185,8 @@ class ModelConfig:
             raise ModelError(
                 f"the activation {self.activation!r} is not supported; these are: {', '.join(ACTIVATIONS)}"
             )
+        if all(kind.is_recurrent for kind in self.attention):
+            raise ModelError(f"none of the {self.num_layers} layers has attention, which is not supported")
         for kind in self.attention:
             if kind.window is not None and kind.window < 1:
                 raise ModelError(f"sliding_window is {kind.window}; a token sees at least itself")
@@ -202,6 +214,11 @@ class ModelConfig:
         layers overrides this.
         """
         raise NotImplementedError
+
+    @property
+    def size_of_all(self) -> int:
+        """The intermediate size of what all tokens go through beside experts, with gates and in each layer."""
+        return self.intermediate_size
 
     @property
     def keeps_states(self) -> bool:
@@ -375,13 +392,17 @@ def read_attention(source: Any, *, recurrent: str | None = None) -> tuple[Attent
     )
 
 
-def _read_common(source: Any, *, recurrent: str | None) -> dict[str, Any]:
-    """Read the fields that all families have; `recurrent` as in `read_attention`."""
+def _read_common(source: Any, own: Mapping[str, Any], *, recurrent: str | None) -> dict[str, Any]:
+    """Read the fields that all families have, with the `attention` that a family has read itself, if it has;
+    `recurrent` as in `read_attention`.
+    """
     if _optional(source, "use_bidirectional_attention", None):
         raise ModelError("use_bidirectional_attention is not supported")
     # Quantised checkpoints hold the rest in bfloat16.
     usual_dtype = torch.bfloat16 if getattr(source, "quantization_config", None) else torch.float32
-    attention, trained_length = read_attention(source, recurrent=recurrent), source.max_position_embeddings
+    attention, trained_length = own.get("attention"), source.max_position_embeddings
+    if attention is None:
+        attention = read_attention(source, recurrent=recurrent)
     lengths = [longest_context(kind.rope, trained_length) for kind in attention if kind.rope is not None]
     return {
         "num_layers": source.num_hidden_layers,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from layers.gated_delta_net import GatedDeltaNet
 from layers.input_metadata import InputMetadata
 from layers.linear import StackedLinear, SummedLinear
+from layers.mamba2 import Mamba2
 from layers.moe import EXPERT_NAMES, SparseMoE
 from layers.norm import JointRMSNorm, RMSNorm
 from layers.place import Place
@@ -26,6 +27,7 @@ from layers.placement import Placement
 from layers.radix_attention import KVCache, RadixAttention
 from layers.ranks import Addend, whole
 from layers.short_conv import ShortConv
+from layers.squared_relu import SquaredReLU
 from layers.vocabulary import Embedding, LogitsHead
 from layers.weight import Weight
 from memory_pool.kv_layout import KVLayout
@@ -152,7 +154,7 @@ class Attention(nn.Module):
             yield f"{name}.sinks", self.sinks
 
 
-Mixer = Attention | GatedDeltaNet | ShortConv
+Mixer = Attention | GatedDeltaNet | Mamba2 | ShortConv
 """What mixes the tokens of a sequence."""
 
 
@@ -206,17 +208,47 @@ class FeedForward(nn.Module):
         yield from self.down.checkpoint_tensors(f"{name}.{self.down_name}")
 
 
-class Block(nn.Module):
-    """One layer, built of the parts given: norm, attention, norm, feed-forward.
+class MixerBlock(nn.Module):
+    """A layer without a feed-forward part: norm and attention, or what is in its place.
 
-    The residual travels beside the hidden states, so that each addition is fused with the next norm. A family with
-    norms in other places derives a class with its own `forward`. `checkpoint_names` maps parts to stored names.
+    The residual travels beside the hidden states, so that each addition is fused with the next norm.
+    `checkpoint_names` maps parts to stored names.
     """
 
     checkpoint_names: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"attention_norm": "input_layernorm", "attention": "self_attn"}
+    )
+
+    def __init__(self, *, attention_norm: RMSNorm, attention: Mixer) -> None:
+        super().__init__()
+        self.attention_norm = attention_norm
+        self.attention = attention
+
+    def forward(
+        self, hidden: Addend, residual: Tensor | None, metadata: InputMetadata, kv_pool: KVCache
+    ) -> tuple[Addend, Tensor | None]:
+        """The layer's input is `hidden + residual`, or `hidden` alone before the first; so is its output. Beside a
+        residual, `hidden` may be parts: only the `add` of a norm reads it.
+        """
+        # The norm that comes next, of this or the next layer or the decoder, is of the same kind.
+        split_k_ok = self.attention_norm.accepts_split_k
+        normed, residual = _normed(self.attention_norm, hidden, residual, self.attention)
+        return self.attention(normed, metadata, kv_pool, split_k_ok=split_k_ok), residual
+
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
+        for part, stored in self.checkpoint_names.items():
+            yield from getattr(self, part).checkpoint_tensors(f"{name}.{stored}")
+
+
+class Block(MixerBlock):
+    """One layer, built of the parts given: norm, attention, norm, feed-forward.
+
+    A family with norms in other places derives a class with its own `forward`.
+    """
+
+    checkpoint_names = MappingProxyType(
         {
-            "attention_norm": "input_layernorm",
-            "attention": "self_attn",
+            **MixerBlock.checkpoint_names,
             "feed_forward_norm": "post_attention_layernorm",
             "feed_forward": "mlp",
         }
@@ -228,37 +260,26 @@ class Block(nn.Module):
         attention_norm: RMSNorm,
         attention: Mixer,
         feed_forward_norm: RMSNorm,
-        feed_forward: FeedForward | SparseMoE,
+        feed_forward: FeedForward | SparseMoE | SquaredReLU,
     ) -> None:
-        super().__init__()
-        self.attention_norm = attention_norm
-        self.attention = attention
+        super().__init__(attention_norm=attention_norm, attention=attention)
         self.feed_forward_norm = feed_forward_norm
         self.feed_forward = feed_forward
 
     def forward(
         self, hidden: Addend, residual: Tensor | None, metadata: InputMetadata, kv_pool: KVCache
     ) -> tuple[Addend, Tensor | None]:
-        """The layer's input is `hidden + residual`, or `hidden` alone before the first; so is its output. Beside a
-        residual, `hidden` may be parts: only the `add` of a norm reads it.
-        """
         split_k_ok = self.feed_forward_norm.accepts_split_k
-        normed, residual = _normed(self.attention_norm, hidden, residual, self.attention)
-        attended = self.attention(normed, metadata, kv_pool, split_k_ok=split_k_ok)
+        attended, residual = super().forward(hidden, residual, metadata, kv_pool)
         normed, residual = _normed(self.feed_forward_norm, attended, residual, self.feed_forward)
-        # The norm that comes next, of the next layer or the decoder, is of the same kind.
         return self.feed_forward(normed, split_k_ok=split_k_ok), residual
-
-    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
-        for part, stored in self.checkpoint_names.items():
-            yield from getattr(self, part).checkpoint_tensors(f"{name}.{stored}")
 
 
 def _normed(
     norm: RMSNorm,
     hidden: Addend,
     residual: Tensor | None,
-    consumer: Mixer | FeedForward | SparseMoE,
+    consumer: Mixer | FeedForward | SparseMoE | SquaredReLU,
 ) -> tuple[Hidden, Tensor]:
     """`hidden`, plus the residual if there is one, normed as its only consumer takes it; and the sum."""
     if consumer.input_groups is not None:
@@ -310,13 +331,13 @@ class Decoder(nn.Module):
     def build_norm(self, size: int) -> RMSNorm:
         return RMSNorm(size, self.config.rms_norm_eps, placement=self.placement)
 
-    def build_attention(self, layer_id: int) -> Attention:
+    def build_attention(self, layer_id: int) -> Mixer:
         return Attention(self.config, layer_id, self.rotary(layer_id), placement=self.placement)
 
     def build_feed_forward(self, layer_id: int) -> FeedForward | SparseMoE:
         return FeedForward(self.config, placement=self.placement)
 
-    def build_block(self, layer_id: int) -> Block:
+    def build_block(self, layer_id: int) -> MixerBlock:
         return self.block_class(
             attention_norm=self.build_norm(self.config.hidden_size),
             attention=self.build_attention(layer_id),
@@ -348,7 +369,7 @@ class Decoder(nn.Module):
     def num_unlike_blocks(self) -> int:
         """How many leading blocks launch all kernels; at least two, for the first adds no residual."""
         kinds = [
-            (self.config.attention[layer_id], type(block.feed_forward), _are_quantised(block))
+            (self.config.attention[layer_id], [*map(type, block.children())], _are_quantised(block))
             for layer_id, block in zip(self.layers, self.blocks, strict=True)
         ]
         return min(max(2, *(kinds.index(kind) + 1 for kind in kinds)), len(kinds))
@@ -406,7 +427,7 @@ class Decoder(nn.Module):
         if self.stage.is_first or (self.stage.is_last and is_tied):
             yield from self.embedding.checkpoint_tensors("model.embed_tokens")
         for layer_id, block in zip(self.layers, self.blocks, strict=True):
-            assert isinstance(block, Block)
+            assert isinstance(block, MixerBlock)
             yield from block.checkpoint_tensors(f"model.layers.{layer_id}")
         if self.stage.is_last:
             yield from self.norm.checkpoint_tensors("model.norm")

@@ -60,7 +60,16 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "GraniteForCausalLM": Family("Granite", "radixrt.models.granite", "Granite", "Granite 3 2B, 8B"),
         "GraniteMoeHybridForCausalLM": Family(
-            "Granite 4", "radixrt.models.granite", "Granite4", "Granite 4 micro, 1B, 350M (dense)"
+            "Granite 4",
+            "radixrt.models.granite_hybrid",
+            "Granite4",
+            "Granite 4 micro, 1B, 350M, and those with an h: h-micro, h-tiny, h-small",
+        ),
+        "NemotronHForCausalLM": Family(
+            "Nemotron-H",
+            "radixrt.models.nemotron_h",
+            "NemotronH",
+            "Nemotron-H 4B, 8B, 47B, 56B, Nemotron Nano 2 9B, 12B, Nemotron 3 Nano 30B-A3B",
         ),
         "SeedOssForCausalLM": Family("Seed-OSS", "radixrt.models.qwen", "Qwen2", "Seed-OSS 36B"),
         "GptOssForCausalLM": Family("gpt-oss", "radixrt.models.gpt_oss", "GptOss", "gpt-oss 20b, 120b"),

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from layers.moe import EXPERT_NAMES, SparseMoE
 from layers.place import Place
+from layers.placement import Placement
 from layers.ranks import ALONE
 from layers.sigmoid_router import SigmoidRouter
+from layers.squared_relu import SquaredReLU
 from radixrt.errors import ModelError
 from radixrt.models.decoder import Attention, Decoder, FeedForward
 from radixrt.models.mixtral import MixtureConfig, split_experts
@@ -22,30 +24,21 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
-class Glm4MoeConfig(MixtureConfig):
-    """The first `num_dense_layers` have no experts; `shared_size` is the shared expert's intermediate size.
-
-    `renormalize` to `top_groups` are for `topk_sigmoid`; `norms_heads`: whether each query and key head is normed.
-    `num_predict_layers` further layers of a checkpoint predict tokens ahead, and are not loaded.
-    """
+class SigmoidMixtureConfig(MixtureConfig):
+    """`renormalize` to `top_groups` are for `topk_sigmoid`; `shared_size` is the shared expert's inner size."""
 
     experts_field: ClassVar[str] = "n_routed_experts"
-    inner_sizes: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {**MixtureConfig.inner_sizes, "shared_size": "moe_intermediate_size"}
-    )
 
     renormalize: bool
     weight_factor: float
     num_groups: int
     top_groups: int
-    num_dense_layers: int
     shared_size: int
-    norms_heads: bool
-    num_predict_layers: int
 
     @classmethod
-    def read_family(cls, source: Any) -> dict[str, Any]:
-        mixture = super().read_family(source)
+    def read_experts(cls, source: Any) -> dict[str, Any]:
+        """All of them, but for `shared_size`."""
+        mixture = super().read_experts(source)
         num_experts, num_groups, top_groups = mixture["num_experts"], source.n_group, source.topk_group
         if not 1 <= top_groups <= num_groups or num_experts % num_groups:
             raise ModelError(f"n_group is {num_groups} and topk_group {top_groups}, with {num_experts} experts")
@@ -63,6 +56,39 @@ class Glm4MoeConfig(MixtureConfig):
             "weight_factor": float(source.routed_scaling_factor),
             "num_groups": num_groups,
             "top_groups": top_groups,
+        }
+
+    def build_router(self, placement: Placement) -> SigmoidRouter:
+        return SigmoidRouter(
+            self.hidden_size,
+            self.num_experts,
+            self.top_k,
+            renormalize=self.renormalize,
+            factor=self.weight_factor,
+            num_groups=self.num_groups,
+            top_groups=self.top_groups,
+            placement=placement,
+        )
+
+
+@dataclass(frozen=True)
+class Glm4MoeConfig(SigmoidMixtureConfig):
+    """The first `num_dense_layers` have no experts; `norms_heads`: whether each query and key head is normed.
+    `num_predict_layers` further layers of a checkpoint predict tokens ahead, and are not loaded.
+    """
+
+    inner_sizes: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {**MixtureConfig.inner_sizes, "shared_size": "moe_intermediate_size"}
+    )
+
+    num_dense_layers: int
+    norms_heads: bool
+    num_predict_layers: int
+
+    @classmethod
+    def read_family(cls, source: Any) -> dict[str, Any]:
+        return {
+            **super().read_family(source),
             "num_dense_layers": source.first_k_dense_replace,
             "shared_size": source.moe_intermediate_size * source.n_shared_experts,
             "norms_heads": source.use_qk_norm,
@@ -77,7 +103,7 @@ class Glm4MoeConfig(MixtureConfig):
 class SharedMoE(SparseMoE):
     """A mixture beside which every token goes through a `shared` expert, whose ranks are not summed by itself."""
 
-    def __init__(self, *sizes: int, shared: FeedForward, **options: Any) -> None:
+    def __init__(self, *sizes: int, shared: FeedForward | SquaredReLU, **options: Any) -> None:
         super().__init__(*sizes, **options)
         self.shared = shared
 
@@ -117,23 +143,13 @@ class Glm4Moe(Decoder):
         config, placement = self.config, self.placement
         if layer_id < config.num_dense_layers:
             return super().build_feed_forward(layer_id)
-        router = SigmoidRouter(
-            config.hidden_size,
-            config.num_experts,
-            config.top_k,
-            renormalize=config.renormalize,
-            factor=config.weight_factor,
-            num_groups=config.num_groups,
-            top_groups=config.top_groups,
-            placement=placement,
-        )
         return SharedMoE(
             config.hidden_size,
             config.expert_size,
             config.num_experts,
             config.top_k,
             renormalize=config.renormalize,
-            router=router,
+            router=config.build_router(placement),
             shared=FeedForward(
                 replace(config, intermediate_size=config.shared_size), placement=replace(placement, ranks=ALONE)
             ),

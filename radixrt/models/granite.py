@@ -1,11 +1,8 @@
-"""Granite 3 (IBM, 2024): Llama with factors on embeddings, scores, what layers add, and logits; Granite 4 (2025)
-where it is dense and has attention alone.
-"""
+"""Granite 3 (IBM, 2024): Llama with factors on embeddings, scores, what layers add, and logits."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -15,9 +12,8 @@ from layers.placement import Placement
 from layers.radix_attention import KVCache
 from layers.ranks import Addend, whole
 from layers.vocabulary import Embedding, LogitsHead
-from radixrt.errors import ModelError
-from radixrt.models.config import ModelConfig, read_attention
-from radixrt.models.decoder import Attention, Block, Decoder, FeedForward
+from radixrt.models.config import ModelConfig
+from radixrt.models.decoder import Attention, Block, Decoder, Mixer
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,7 @@ class Granite(Decoder):
     """Four factors of its config."""
 
     config: GraniteConfig
-    config_class = GraniteConfig
+    config_class: ClassVar[type[GraniteConfig]] = GraniteConfig
     granite_class: ClassVar[type[GraniteBlock]] = GraniteBlock
 
     def build_embedding(self) -> Embedding:
@@ -86,7 +82,7 @@ class Granite(Decoder):
             config.vocab_size, config.hidden_size, scale=config.embedding_scale, placement=self.placement
         )
 
-    def build_attention(self, layer_id: int) -> Attention:
+    def build_attention(self, layer_id: int) -> Mixer:
         scale = self.config.attention_scale
         return Attention(self.config, layer_id, self.rotary(layer_id), scale=scale, placement=self.placement)
 
@@ -103,44 +99,3 @@ class Granite(Decoder):
     def build_head(self) -> LogitsHead:
         config = self.config
         return GraniteHead(self.head_weight(), config.vocab_size, config.logits_divisor, self.placement)
-
-
-@dataclass(frozen=True)
-class Granite4Config(GraniteConfig):
-    """Of a checkpoint without Mamba and experts; some have no positions."""
-
-    @classmethod
-    def read_family(cls, source: Any) -> dict[str, Any]:
-        others = sum(kind != "full_attention" for kind in source.layer_types)
-        if others:
-            raise ModelError(
-                f"{others} of {source.num_hidden_layers} layers are Mamba's, which are not supported; checkpoints "
-                "of attention alone are: of Granite 4 micro, 1B and 350M, those without an h in their names"
-            )
-        if source.num_local_experts:
-            raise ModelError(
-                f"a Granite 4 with {source.num_local_experts} experts is not supported; dense ones are"
-            )
-        attention = read_attention(source)
-        if source.position_embedding_type != "rope":
-            attention = tuple(replace(kind, rope=None) for kind in attention)
-        return {
-            **super().read_family(source),
-            "attention": attention,
-            "intermediate_size": source.shared_intermediate_size,
-        }
-
-
-class Granite4Block(GraniteBlock):
-    checkpoint_names = MappingProxyType({**Block.checkpoint_names, "feed_forward": "shared_mlp"})
-
-
-class Granite4(Granite):
-    """Granite 3 by other names; gate and up are stored as one matrix."""
-
-    config_class = Granite4Config
-    granite_class = Granite4Block
-
-    def build_feed_forward(self, layer_id: int) -> FeedForward:
-        names = "gate_proj", "up_proj", "output_linear"
-        return FeedForward(self.config, packed_as="input_linear", names=names, placement=self.placement)

@@ -16,22 +16,21 @@ from layers.short_conv import ShortConv
 from layers.sigmoid_router import SigmoidRouter
 from memory_pool.kv_layout import StateLayout
 from radixrt.errors import ModelError
-from radixrt.models.config import check_sizes
-from radixrt.models.decoder import Attention, Block, Decoder, FeedForward
+from radixrt.models.config import ModelConfig, check_sizes
+from radixrt.models.decoder import Attention, Block, Decoder, FeedForward, MixerBlock
 from radixrt.models.mixtral import EXPERT_NAMES, MixtureConfig, split_experts
-from radixrt.models.recurrent import RecurrentConfig
 from triton_ops.implementation import cdiv
 
 _TINY = 1e-6  # beside the sum of the weights of a token's experts
 
 
 @dataclass(frozen=True)
-class Lfm2Config(RecurrentConfig):
+class Lfm2Config(ModelConfig):
     """`conv_channels` to `conv_bias` are of the short convolutions: see `ShortConv`."""
 
     recurrent_type: ClassVar[str | None] = "conv"
     inner_sizes: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {**RecurrentConfig.inner_sizes, "conv_channels": "hidden_size"}
+        {**ModelConfig.inner_sizes, "conv_channels": "hidden_size"}
     )
 
     conv_channels: int
@@ -120,7 +119,7 @@ class Lfm2(Decoder):
     def build_feed_forward(self, layer_id: int) -> FeedForward | SparseMoE:
         return FeedForward(self.config, names=EXPERT_NAMES, placement=self.placement)
 
-    def build_block(self, layer_id: int) -> Block:
+    def build_block(self, layer_id: int) -> MixerBlock:
         config = self.config
         if not config.attention[layer_id].is_recurrent:
             return super().build_block(layer_id)

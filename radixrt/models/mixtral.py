@@ -17,7 +17,7 @@ from radixrt.models.decoder import Block, Decoder
 
 # Of an expert's gate, up and down projections, in a checkpoint.
 EXPERT_NAMES = ("w1", "w3", "w2")
-_STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
+_STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|up_proj|down_proj)")
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,11 @@ class MixtureConfig(ModelConfig):
         activation = getattr(source, "hidden_act", "silu")  # LFM2's configs have none
         if activation != "silu":
             raise ModelError(f"experts with hidden_act {activation!r} are not supported; 'silu' is")
+        return cls.read_experts(source)
+
+    @classmethod
+    def read_experts(cls, source: Any) -> dict[str, Any]:
+        """Read the fields. Raises ModelError."""
         num_experts = getattr(source, cls.experts_field)
         if not 1 <= source.num_experts_per_tok <= num_experts:
             raise ModelError(f"num_experts_per_tok is {source.num_experts_per_tok}; it must be 1 to {num_experts}")
@@ -52,8 +57,12 @@ class MixtureConfig(ModelConfig):
 
     @property
     def size_of_all(self) -> int:
-        """The intermediate size of what all tokens go through beside their experts."""
         return 0
+
+    @property
+    def expert_size_of_all(self) -> int:
+        """`expert_size`, if each layer has so many experts with gates."""
+        return self.expert_size
 
     @property
     def experts_fit_e4m3(self) -> bool:
@@ -98,16 +107,16 @@ def split_experts(name: str, tensor: Tensor, names: Sequence[str]) -> Iterator[t
     """Yield a tensor of a checkpoint expert by expert, under the names of `SparseMoE.checkpoint_tensors`.
 
     Experts may be stored stacked: `...experts.gate_up_proj` `[num_experts, 2 * intermediate_size, hidden_size]`
-    and `...experts.down_proj`. Any other tensor is yielded as it is. `names` are those of an expert's gate, up and
-    down projections.
+    and `...experts.down_proj`; without gates, `...experts.up_proj`. Any other tensor is yielded as it is. `names`
+    are those of an expert's gate, up and down projections, or of the last two.
     """
     match = _STACKED.fullmatch(name)
     if match is None or tensor.dim() != 3:
         yield name, tensor
         return
     experts, stack = match.groups()
-    gate, up, down = names
+    *gate_up, down = names
+    parts = [down] if stack == "down_proj" else gate_up
     for expert, weights in enumerate(tensor):
-        parts = {down: weights} if stack == "down_proj" else dict(zip((gate, up), weights.chunk(2), strict=True))
-        for part, weight in parts.items():
+        for part, weight in zip(parts, weights.chunk(len(parts)), strict=True):
             yield f"{experts}.{expert}.{part}.weight", weight

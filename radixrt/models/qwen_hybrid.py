@@ -21,9 +21,9 @@ from layers.quantization import Quantization
 from layers.ranks import ALONE
 from memory_pool.kv_layout import StateLayout
 from radixrt.errors import ModelError
-from radixrt.models.decoder import Attention, Block, Decoder, FeedForward
+from radixrt.models.config import ModelConfig
+from radixrt.models.decoder import Attention, Block, Decoder, FeedForward, MixerBlock
 from radixrt.models.mixtral import MixtureConfig, split_experts
-from radixrt.models.recurrent import RecurrentConfig
 
 # Projections whose outputs are stored head by head, and what each is made of here.
 _PARTS = MappingProxyType(
@@ -38,18 +38,18 @@ _AHEAD = "mtp."  # begins the names of layers that predict tokens ahead, which a
 
 
 @dataclass(frozen=True)
-class HybridConfig(RecurrentConfig):
+class HybridConfig(ModelConfig):
     """The sizes of layers that are gated delta nets: see `DeltaSizes`."""
 
     recurrent_type: ClassVar[str | None] = "linear_attention"
     inner_sizes: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
-            **RecurrentConfig.inner_sizes,
+            **ModelConfig.inner_sizes,
             "num_key_heads": "linear_num_key_heads",
             "num_value_heads": "linear_num_value_heads",
         }
     )
-    output_sizes: ClassVar[frozenset[str]] = RecurrentConfig.output_sizes | {"num_key_heads"}
+    output_sizes: ClassVar[frozenset[str]] = ModelConfig.output_sizes | {"num_key_heads"}
 
     num_key_heads: int
     num_value_heads: int
@@ -139,7 +139,7 @@ class Qwen3_5(Decoder):
             placement=self.placement,
         )
 
-    def build_block(self, layer_id: int) -> Block:
+    def build_block(self, layer_id: int) -> MixerBlock:
         config = self.config
         if not config.attention[layer_id].is_recurrent:
             return super().build_block(layer_id)

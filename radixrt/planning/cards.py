@@ -37,16 +37,15 @@ def shape_of(config: ModelConfig, *, in_e4m3: bool = False, in_int4: bool = Fals
     """
     from radixrt.models.mixtral import MixtureConfig  # torch
 
-    size, experts = config.intermediate_size, None
-    if isinstance(config, MixtureConfig):
-        size = config.size_of_all
+    experts = None
+    if isinstance(config, MixtureConfig) and config.num_experts:
         own = in_e4m3 and config.experts_fit_e4m3
-        sizes = config.num_experts, config.top_k, config.expert_size
+        sizes = config.num_experts, config.top_k, config.expert_size_of_all
         experts = Experts(*sizes, config.bytes_of_expert_weights, in_e4m3=own)
     return ModelShape(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
-        intermediate_size=size,
+        intermediate_size=config.size_of_all,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from layers.input_metadata import InputMetadata
 from radixrt.arrays import Int32Array, Int64Array
-from radixrt.models.decoder import Block, Decoder
+from radixrt.models.decoder import Block, Decoder, MixerBlock
 from radixrt.schedule.answer import Answer
 from radixrt.schedule.passes import Pass, Runner
 from radixrt.schedule.scheduler import Scheduler
@@ -81,9 +81,11 @@ class LayerWatch:
         """The hooks are there meanwhile."""
         handles: list[Any] = [self._decoder.register_forward_hook(self._leave)]
         for layer, block in enumerate(self._decoder.blocks):
-            assert isinstance(block, Block)
+            assert isinstance(block, MixerBlock)
             handles.append(block.attention.register_forward_pre_hook(partial(self._enter, 2 * layer)))
-            handles.append(block.feed_forward.register_forward_pre_hook(partial(self._enter, 2 * layer + 1)))
+            if isinstance(block, Block):
+                enter = partial(self._enter, 2 * layer + 1)
+                handles.append(block.feed_forward.register_forward_pre_hook(enter))
         try:
             yield
         finally:

@@ -48,6 +48,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen3.5, the text of a model with images": checkpoints.qwen3_5_with_images,
     "lfm2": checkpoints.lfm2,
     "lfm2-moe": partial(checkpoints.lfm2_moe, conv_bias=True, num_dense_layers=0),
+    "nemotron-h, moe": checkpoints.nemotron_h_moe,
+    "granite4 hybrid, moe": partial(checkpoints.granite4_hybrid_moe, tie_word_embeddings=True),
 }
 
 
@@ -263,6 +265,32 @@ def test_layers_that_predict_ahead_are_not_loaded(folder: Path, tmp_path: Path) 
     save_file(tensors | ahead, file, metadata={"format": "pt"})
     ours, theirs = (dict(load_model(each, device=CPU)[0].named_parameters()) for each in (tmp_path, folder))
     assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
+
+
+@pytest.mark.parametrize(
+    ("make", "layers"),
+    [
+        (checkpoints.granite4_hybrid_moe, {"layer_types": ["mamba", "attention", "mamba"]}),
+        (checkpoints.nemotron_h_moe, {"layers_block_type": None, "hybrid_override_pattern": "MEM*-ME"}),
+    ],
+    ids=["granite4", "nemotron-h"],
+)
+def test_names_of_the_hub_and_of_transformers(
+    make: Callable[..., Any], layers: dict[str, Any], tmp_path: Path
+) -> None:
+    """Of tensors, which transformers calls otherwise than it stores them, and of kinds of layers."""
+    reference = make()
+    as_stored = checkpoints.write(reference, tmp_path / "stored")
+    as_called = checkpoints.write(reference, tmp_path / "called", save_original_format=False)
+    names = (load_file(each / "model.safetensors").keys() for each in (as_stored, as_called))
+    assert len(set.symmetric_difference(*map(set, names))) > 2
+    file = as_stored / "config.json"
+    given = {**json.loads(file.read_text()), **layers}
+    file.write_text(json.dumps({name: value for name, value in given.items() if value is not None}))
+    ours, theirs = (load_model(each, device=CPU) for each in (as_stored, as_called))
+    assert ours[1] == theirs[1]
+    others = dict(theirs[0].named_parameters())
+    assert all(torch.equal(weight, others[name]) for name, weight in ours[0].named_parameters())
 
 
 @pytest.mark.parametrize("unit", [1, 2, 4])

@@ -93,6 +93,8 @@ FAMILIES = {
     "qwen3.5": checkpoints.qwen3_5,
     "qwen3-next": checkpoints.qwen3_next,
     "lfm2-moe": checkpoints.lfm2_moe,
+    "granite4 hybrid, moe": checkpoints.granite4_hybrid_moe,
+    "nemotron-h, moe": checkpoints.nemotron_h_moe,
 }
 
 

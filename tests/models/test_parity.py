@@ -65,6 +65,21 @@ MODELS: dict[str, Callable[[], Any]] = {
     "granite4 without positions": partial(
         checkpoints.granite4, position_embedding_type="nope", attention_bias=True
     ),
+    "granite4 hybrid": checkpoints.granite4_hybrid,
+    "granite4 hybrid, with rope, biases and one group": partial(
+        checkpoints.granite4_hybrid,
+        position_embedding_type="rope",
+        mamba_n_groups=1,
+        mamba_proj_bias=True,
+        mamba_conv_bias=False,
+        tie_word_embeddings=True,
+    ),
+    "granite4 hybrid, moe": checkpoints.granite4_hybrid_moe,
+    "nemotron-h": checkpoints.nemotron_h,
+    "nemotron-h, moe": checkpoints.nemotron_h_moe,
+    "nemotron-h, with biases and one group": partial(
+        checkpoints.nemotron_h, use_bias=True, mlp_bias=True, use_conv_bias=False, n_groups=1
+    ),
     "glm4": checkpoints.glm4,
     "glm4-moe": checkpoints.glm4_moe,
     "glm4-moe, groups": partial(
@@ -379,7 +394,9 @@ def test_long_rope_follows_the_context_length(changes: dict[str, Any], tmp_path:
     assert not torch.allclose(longer.run((0, a[:16], 0))[0], dense(reference, a[:16]), atol=0.1)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2", "mixtral", "qwen3.5", "qwen3-next", "lfm2"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "olmo2", "mixtral", "qwen3.5", "qwen3-next", "lfm2", "granite4 hybrid"]
+)
 def test_bfloat16_keeps_close(family: str, tmp_path: Path, device: torch.device) -> None:
     """Our bfloat16 logits are no farther from float32's than twice transformers' own."""
     reference = MODELS[family]()

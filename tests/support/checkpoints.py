@@ -47,6 +47,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
@@ -210,11 +212,16 @@ def glm4_moe(seed: int = 0, **changes: Any) -> Glm4MoeForCausalLM:
         "use_qk_norm": True,
     }
     model = _build(Glm4MoeForCausalLM, Glm4MoeConfig, seed, {**own, **changes})
+    _correct_choices(model)
+    return model
+
+
+def _correct_choices(model: Any) -> None:
+    """Of routers of sigmoids."""
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.uniform_(-0.3, 0.3)
-    return model
 
 
 _GRANITE_FACTORS = {
@@ -243,6 +250,64 @@ def granite4(seed: int = 0, **changes: Any) -> GraniteMoeHybridForCausalLM:
         "mamba_n_heads": 2,
     }
     return _build(GraniteMoeHybridForCausalLM, GraniteMoeHybridConfig, seed, {**own, **changes})
+
+
+# Two layers of Mamba-2, attention between them; heads of two groups.
+_MAMBA2: dict[str, Any] = {
+    "initializer_range": 0.12,
+    "num_hidden_layers": 3,
+    "layer_types": ["mamba", "attention", "mamba"],
+    "position_embedding_type": "nope",
+    "attention_multiplier": 3.0,
+    "residual_multiplier": 1.5,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+}
+
+
+def granite4_hybrid(seed: int = 0, **changes: Any) -> GraniteMoeHybridForCausalLM:
+    """Steps of Mamba-2 are limited."""
+    return granite4(seed, **{**_MAMBA2, "time_step_limit": [0.3, 1.2], **changes})
+
+
+def granite4_hybrid_moe(seed: int = 0, **changes: Any) -> GraniteMoeHybridForCausalLM:
+    own = {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 20}
+    return granite4_hybrid(seed, **{**own, **changes})
+
+
+def nemotron_h(seed: int = 0, **changes: Any) -> NemotronHForCausalLM:
+    """Layers with and without a feed-forward layer after them; steps are not limited."""
+    kinds = {"M": "mamba", "*": "attention", "-": "mlp"}
+    own = {
+        "initializer_range": 0.18,
+        "head_dim": 8,
+        "layers_block_type": [kinds[kind] for kind in "M-MM*-"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "chunk_size": 16,
+        "time_step_min": 1e-9,
+        "layer_norm_epsilon": 1e-6,
+    }
+    model = _build(NemotronHForCausalLM, NemotronHConfig, seed, {**own, **changes})
+    _correct_choices(model)
+    return model
+
+
+def nemotron_h_moe(seed: int = 0, **changes: Any) -> NemotronHForCausalLM:
+    own = {
+        "layers_block_type": ["mamba", "moe", "mamba", "attention", "mlp", "mamba", "moe"],
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "moe_shared_expert_intermediate_size": 28,
+        "routed_scaling_factor": 1.7,
+    }
+    return nemotron_h(seed, **{**own, **changes})
 
 
 def exaone4(seed: int = 0, **changes: Any) -> Exaone4ForCausalLM:
@@ -508,6 +573,9 @@ def _around(
 _CENTRED = ("gemma", "qwen3_next", "qwen3_5")  # whose norms have weights around 0
 
 
+_STATES = {"linear_key_head_dim", "mamba_d_state", "ssm_state_size"}  # of configs of models that keep states
+
+
 def _build(model_class: Any, config_class: Any, seed: int, changes: dict[str, Any]) -> Any:
     torch.manual_seed(seed)
     model = model_class(config_class(**{**SHAPE, **changes}))
@@ -519,7 +587,9 @@ def _build(model_class: Any, config_class: Any, seed: int, changes: dict[str, An
                 parameter.normal_(std=0.3)
             elif name.endswith("A_log"):  # some heads forget soon, some late
                 parameter.uniform_(-4.0, 0.0)
-            elif "linear_key_head_dim" in changes and name.endswith("o_proj.weight"):
+            elif name.endswith(".D"):
+                parameter.normal_()
+            elif changes.keys() & _STATES and name.endswith("o_proj.weight"):
                 parameter.normal_(std=0.4)
             elif name.endswith("self_attn.out_proj.weight"):  # LFM2's, beside convolutions
                 parameter.normal_(std=0.6)
@@ -527,7 +597,7 @@ def _build(model_class: Any, config_class: Any, seed: int, changes: dict[str, An
                 parameter.uniform_(0.5, 1.5)
             elif "norm" in name:
                 parameter.uniform_(centred - 0.5, centred + 0.5)
-            elif name.endswith("mlp.gate.weight"):  # of a router, which is left at 0 in Qwen3-MoE
+            elif name.endswith(("mlp.gate.weight", "mixer.gate.weight")):  # of routers, which may be left at 0
                 parameter.normal_(std=0.5)
     return model.eval()
 

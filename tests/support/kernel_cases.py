@@ -23,6 +23,7 @@ from triton_ops.activations.gelu_fast import gelu_fast
 from triton_ops.activations.gelu_new import gelu_new
 from triton_ops.activations.quantised_rows import quantise_rows
 from triton_ops.activations.silu_and_mul import quantised_silu_and_mul, silu_and_mul
+from triton_ops.activations.squared_relu import squared_relu
 from triton_ops.attention.arguments import Scoring
 from triton_ops.attention.decode import decode_attention
 from triton_ops.attention.extend import Extends, extend_attention, extend_tile_tokens
@@ -56,6 +57,7 @@ from triton_ops.recurrent.causal_conv import causal_conv
 from triton_ops.recurrent.gated_delta import gated_delta
 from triton_ops.recurrent.gated_rms_norm import gated_rms_norm
 from triton_ops.recurrent.rows import StateRows
+from triton_ops.recurrent.state_space import state_space
 from triton_ops.row_tables import known_tokens, write_cells
 from triton_ops.sampling.filtered_logits import filtered_logits
 from triton_ops.sampling.logit_masks import add_bias, apply_bitmask, ban_tokens, keep_only, mask_rows
@@ -423,6 +425,7 @@ def _row_cases(shape: tuple[int, int], dtype: torch.dtype, few: bool) -> Iterato
     yield case(gelu_and_mul, gate_up, approximate="tanh")
     yield case(gelu_new, row)
     yield case(gelu_fast, row)
+    yield case(squared_relu, row)
     yield case(soft_cap, row, cap=30.0)
 
 
@@ -914,13 +917,21 @@ def _peer_cases() -> Iterator[KernelCase]:
 
 
 def _recurrent_cases() -> Iterator[KernelCase]:
-    """Gated delta nets with heads of one size, or keys and values of two: all extends, and a mixed batch."""
+    """Gated delta nets with heads of one size, or keys and values of two: all extends, and a mixed batch. State
+    spaces of Granite 4 and of Nemotron-H, one with more state, one of odd sizes.
+    """
     for dims, dtype in product(((128, 128), (64, 64), (128, 256), (80, 48)), SHORT_NAMES):
         few = dims == (128, 128) and dtype == torch.bfloat16
         for num_extends, batch in ((1, 1), (2, 64)):
             call = partial(_gated_delta, dims, dtype, num_extends, batch)
             name = f"{num_extends} of {batch}, d {dims[0]} and {dims[1]}, {SHORT_NAMES[dtype]}"
             yield KernelCase(gated_delta, name, call, few, wgmma=dtype != torch.float32)
+    for (groups, *dims), dtype in product(((1, 128, 64), (8, 128, 80), (1, 256, 64), (2, 48, 40)), SHORT_NAMES):
+        few = dims == [128, 64] and dtype == torch.bfloat16
+        for num_extends, batch in ((1, 1), (2, 64)):
+            call = partial(_state_space, groups, (dims[0], dims[1]), dtype, num_extends, batch)
+            name = f"{num_extends} of {batch}, d {dims[0]} and {dims[1]}, {SHORT_NAMES[dtype]}"
+            yield KernelCase(state_space, name, call, few)
     for (size, width), dtype, has_bias in product(((8192, 4), (1000, 3)), SHORT_NAMES, (False, True)):
         few = size == 8192 and dtype == torch.bfloat16
         name = f"{size} x {width}, {SHORT_NAMES[dtype]}, {'with' if has_bias else 'no'} bias"
@@ -935,6 +946,12 @@ def _recurrent_cases() -> Iterator[KernelCase]:
         call = partial(gated_rms_norm, heads, gate, heads[0, 0], 1e-6, impl="triton")
         few = size == 128 and dtype == torch.bfloat16
         yield KernelCase(gated_rms_norm, f"4096 x 32 x {size}, {SHORT_NAMES[dtype]}", call, few)
+    for (groups, size), dtype in product(((1, 3072), (1, 8192), (8, 1280)), SHORT_NAMES):
+        heads = torch.empty(4096, groups, size, dtype=dtype)
+        weight = torch.empty(groups * size, dtype=dtype)
+        call = partial(gated_rms_norm, heads, heads, weight, 1e-6, gate_first=True, impl="triton")
+        few = size == 3072 and dtype == torch.bfloat16
+        yield KernelCase(gated_rms_norm, f"4096 x {groups} x {size}, gate first, {SHORT_NAMES[dtype]}", call, few)
 
 
 def _state_rows(num_extends: int, batch: int) -> StateRows:
@@ -952,6 +969,18 @@ def _gated_delta(dims: tuple[int, int], dtype: torch.dtype, num_extends: int, ba
     states, vector = torch.empty(3, 32, k_dim, v_dim), torch.empty(32, dtype=dtype)
     rows = _state_rows(num_extends, batch)
     gated_delta(q, k, v, a, b, vector.float(), vector, states, rows, impl="triton")
+
+
+def _state_space(num_groups: int, dims: tuple[int, int], dtype: torch.dtype, num_extends: int, batch: int) -> None:
+    """48 heads, of one projection."""
+    (k_dim, v_dim), num_tokens = dims, 4096
+    sizes = [48 * v_dim, num_groups * k_dim, num_groups * k_dim]
+    x, b, c = torch.empty(num_tokens, sum(sizes), dtype=dtype).split(sizes, 1)
+    x, b, c = x.unflatten(1, (48, v_dim)), b.unflatten(1, (num_groups, k_dim)), c.unflatten(1, (num_groups, k_dim))
+    dt = torch.empty(num_tokens, sum(sizes), dtype=dtype)[:, -48:]
+    states, vector = torch.empty(3, 48, k_dim, v_dim), torch.empty(48)
+    rows = _state_rows(num_extends, batch)
+    state_space(x, dt, b, c, vector, vector, vector, states, rows, impl="triton")
 
 
 def _causal_conv(size: int, width: int, dtype: torch.dtype, has_bias: bool, *, gated: bool = False) -> None:

@@ -12,6 +12,7 @@ from torch.nn.functional import conv1d, silu
 
 from triton_ops.recurrent.gated_delta import gated_delta_reference
 from triton_ops.recurrent.rows import StateRows
+from triton_ops.recurrent.state_space import UNLIMITED, state_space_reference
 
 
 def state_rows(
@@ -117,6 +118,83 @@ class DeltaInputs:
                 args = vars(self.rows(of)) | {"state": self.states[begins] if begins else states[0]}
                 del args["states"]
                 out[of], left = gated_delta_reference(**args)
+                if ends:
+                    states[ends] = left
+        return out, states
+
+
+@dataclass(frozen=True)
+class StateSpaceInputs:
+    """The tensors of `state_space`, and its limits."""
+
+    x: Tensor
+    dt: Tensor
+    b: Tensor
+    c: Tensor
+    a_log: Tensor
+    d: Tensor
+    dt_bias: Tensor
+    states: Tensor
+    dt_limits: tuple[float, float] = UNLIMITED
+
+    @staticmethod
+    def random(
+        num_tokens: int,
+        heads: tuple[int, int] = (2, 4),
+        dims: tuple[int, int] = (16, 16),
+        *,
+        num_states: int = 12,
+        dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> StateSpaceInputs:
+        """Of groups and heads with state_size and head_dim: columns of one projection. Heads decay at rates from
+        slow to at once. State 0 is NaN.
+        """
+        generator = torch.Generator().manual_seed(0)
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(device)
+
+        (num_groups, num_heads), (state_size, head_dim) = heads, dims
+        sizes = [num_heads * head_dim, num_groups * state_size, num_groups * state_size, num_heads]
+        x, b, c, dt, _ = randn(num_tokens, sum(sizes) + 3).to(dtype).split([*sizes, 3], 1)
+        states = randn(num_states, num_heads, state_size, head_dim) / 4
+        states[0] = torch.nan
+        if state_dtype is None:
+            state_dtype = torch.promote_types(dtype, torch.float32)
+        return StateSpaceInputs(
+            x.unflatten(1, (num_heads, head_dim)),
+            dt,
+            b.unflatten(1, (num_groups, state_size)),
+            c.unflatten(1, (num_groups, state_size)),
+            torch.linspace(-6.0, 2.5, num_heads, device=device).to(dtype),
+            randn(num_heads).to(dtype),
+            randn(num_heads).to(dtype),
+            states.to(state_dtype),
+        )
+
+    def arguments(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def fresh(self) -> StateSpaceInputs:
+        """The same with states of its own: the operation writes them."""
+        return replace(self, states=self.states.clone())
+
+    def rows(self, tokens: slice) -> StateSpaceInputs:
+        """The same with some of the tokens."""
+        return replace(self, **{name: getattr(self, name)[tokens] for name in ("x", "dt", "b", "c")})
+
+    def expected(self, rows: StateRows) -> tuple[Tensor, Tensor]:
+        """The outputs and all states afterwards, in float64."""
+        out, states = self.x.double().clone(), self.states.double().clone()
+        states[0] = 0.0
+        for start, length, begins, ends in rows.tolist():
+            if length:
+                of = slice(start, start + length)
+                args = vars(self.rows(of)) | {"state": self.states[begins] if begins else states[0]}
+                del args["states"]
+                out[of], left = state_space_reference(**args)
                 if ends:
                     states[ends] = left
         return out, states

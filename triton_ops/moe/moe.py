@@ -13,6 +13,7 @@ from triton_ops.activations.clamped_swiglu import clamped_swiglu, clamped_swiglu
 from triton_ops.activations.elementwise import row_and_columns
 from triton_ops.activations.quantised_rows import quantise_rows
 from triton_ops.activations.silu_and_mul import silu_and_mul, silu_times
+from triton_ops.activations.squared_relu import squared_relu
 from triton_ops.implementation import (
     Impl,
     cdiv,
@@ -33,10 +34,12 @@ from triton_ops.moe.mxfp4_hopper import launch_hopper, takes_words
 from triton_ops.tuning import ELEMENTWISE, MAX_PART_TOKENS, MAX_PARTS, expert_config, expert_rows
 
 # From gate | up `[..., 2 * size]` to `[..., size]`, with `deterministic` and `impl` as `silu_and_mul` has them.
+# Those of `_UNGATED` have up alone, `[..., size]`.
 Activation = Callable[..., Tensor]
 Matrices = Tensor | Mxfp4 | ScaledE4M3
 # Of the activations that the first product's kernel computes itself; others are launches of their own.
 _GATES: dict[Activation, str] = {silu_and_mul: "silu", clamped_swiglu: "clamped"}
+_UNGATED = (squared_relu,)
 _Weights = tuple[Matrices, Tensor | None]  # of all experts, and their biases
 
 
@@ -60,7 +63,8 @@ def moe(
         x: `[num_tokens, hidden_size]`, any float dtype.
         weights: float32 `[num_tokens, top_k]`.
         experts: int64 `[num_tokens, top_k]`, each below `num_experts`, no two of a token's the same.
-        gate_up: `[num_experts, 2 * intermediate_size, hidden_size]` in x's dtype, MXFP4 or e4m3: gate over up.
+        gate_up: `[num_experts, 2 * intermediate_size, hidden_size]` in x's dtype, MXFP4 or e4m3: gate over up. For
+            `squared_relu` up alone, of `intermediate_size`.
         down: `[num_experts, hidden_size, intermediate_size]`, likewise. Results of MXFP4 are those of the same
             matrices dequantised to x's dtype, which all of them never are at once. For those of e4m3 x and the
             activation are quantised by `quantise_rows`, in groups where blocks have scales.
@@ -170,10 +174,11 @@ def _launch(
     (gate_up, gate_up_bias), (down, down_bias) = matrices
     (num_tokens, hidden_size), top_k = x.shape, experts.shape[1]
     num_experts, inner_size = gate_up.shape[0], down.shape[2]
+    first_size = inner_size if activation in _UNGATED else 2 * inner_size
     for name, given, shape in (
-        ("gate_up", gate_up, (num_experts, 2 * inner_size, hidden_size)),
+        ("gate_up", gate_up, (num_experts, first_size, hidden_size)),
         ("down", down, (num_experts, hidden_size, inner_size)),
-        ("gate_up_bias", gate_up_bias, (num_experts, 2 * inner_size)),
+        ("gate_up_bias", gate_up_bias, (num_experts, first_size)),
         ("down_bias", down_bias, (num_experts, hidden_size)),
     ):
         if given is not None and (given.shape != shape or not given.is_contiguous()):

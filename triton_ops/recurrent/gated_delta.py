@@ -13,14 +13,14 @@ from torch import Tensor
 
 from triton_ops.implementation import Impl, cdiv, gpu_of, next_power_of_2, overlapped, runs_triton
 from triton_ops.recurrent.gated_delta_kernels import (
-    LINEAR_FROM,
     NORM_EPS,
     delta_across_kernel,
     delta_step_kernel,
     delta_within_kernel,
 )
 from triton_ops.recurrent.rows import StateRows, begun_states, leave_states
-from triton_ops.tuning import DELTA_DTYPES, MAX_DELTA_DIM, delta_chunks_config, delta_step_config
+from triton_ops.recurrent.softplus import softplus
+from triton_ops.tuning import MAX_DELTA_DIM, RECURRENT_DTYPES, delta_chunks_config, delta_step_config
 
 CHUNK = 64  # tokens, in torch
 
@@ -131,15 +131,13 @@ class _Tokens:
     ) -> _Tokens:
         dtype = torch.promote_types(q.dtype, dtype)
         group = v.shape[1] // k.shape[1]
-        # Of steps that torch computes alike at all places; softplus and sigmoid are not.
-        wide = a.to(dtype) + dt_bias.to(dtype)
-        softplus = torch.where(wide > LINEAR_FROM, wide, wide.exp().log1p())
+        # Of steps that torch computes alike at all places, as it does not in its own sigmoid.
         beta = (1.0 / (-b.to(dtype)).exp().add_(1.0)).to(b.dtype)
         return _Tokens(
             _normalised(q.to(dtype)).mul_(q.shape[-1] ** -0.5).repeat_interleave(group, 1),
             _normalised(k.to(dtype)).repeat_interleave(group, 1),
             v.to(dtype),
-            softplus * -a_log.to(dtype).exp(),
+            softplus(a.to(dtype) + dt_bias.to(dtype)) * -a_log.to(dtype).exp(),
             beta.to(dtype),
         )
 
@@ -211,8 +209,8 @@ def _launch(
     rows: StateRows,
 ) -> Tensor:
     (num_tokens, num_heads, v_dim), k_dim, num_extends = v.shape, q.shape[2], rows.num_extends
-    if q.dtype not in DELTA_DTYPES:
-        raise ValueError(f"q must be in one of {[*DELTA_DTYPES]}, but is in {q.dtype}")
+    if q.dtype not in RECURRENT_DTYPES:
+        raise ValueError(f"q must be in one of {[*RECURRENT_DTYPES]}, but is in {q.dtype}")
     if k_dim > MAX_DELTA_DIM:
         raise ValueError(f"k_dim is {k_dim}, but the kernels have room for {MAX_DELTA_DIM}")
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from triton_ops.implementation import gdc_launch_dependents, gdc_wait, tl, triton
 from triton_ops.recurrent.rows import chunks_before, find_chunk
+from triton_ops.recurrent.softplus import softplus_of
 
 NORM_EPS = 1e-6  # beside the squares of a key or query
-LINEAR_FROM = 20.0  # softplus is its argument from there on, as torch has it
 
 _NORM_EPS: tl.constexpr = NORM_EPS if tl is None else tl.constexpr(NORM_EPS)
-_LINEAR_FROM: tl.constexpr = LINEAR_FROM if tl is None else tl.constexpr(LINEAR_FROM)
 
 # Slices of a batch's numbers begin anywhere.
 UNALIGNED = ["start_loc", "lens", "read_from", "write_to"]
@@ -187,12 +186,8 @@ def delta_across_kernel(
 @triton.jit
 def _gates(a, b, a_log, dt_bias):
     """Log decay and beta, in float32."""
-    wide = a.to(tl.float32) + dt_bias.to(tl.float32)
-    grown = tl.exp(wide)
-    # What 1 + grown would round away decays the state over thousands of tokens.
-    small = grown * (1.0 - grown * (0.5 - grown * (1.0 / 3.0 - grown * 0.25)))
-    softplus = tl.where(wide > _LINEAR_FROM, wide, tl.where(grown < 0.03, small, tl.log(1.0 + grown)))
     beta = (1.0 / (1.0 + tl.exp(-b.to(tl.float32)))).to(b.dtype)
+    softplus = softplus_of(a.to(tl.float32) + dt_bias.to(tl.float32))
     return -tl.exp(a_log.to(tl.float32)) * softplus, beta.to(tl.float32)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triton_ops.activations.elementwise import check_vector
 from triton_ops.implementation import (
     Impl,
     cdiv,
@@ -20,21 +19,28 @@ from triton_ops.norms.rms_norm import rms_norm, row_scale, weighted
 from triton_ops.tuning import row_blocks
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, impl: Impl = "auto") -> Tensor:
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_first: bool = False, impl: Impl = "auto"
+) -> Tensor:
     """`rms_norm(x, weight) * silu(gate)` of heads, over the last dimension: `[T, H, D]` in x's dtype, contiguous.
+    With `gate_first` it is `rms_norm(x * silu(gate), weight)`.
 
     `x` and `gate` are `[T, H, D]` in any float dtype, elements of a head side by side, `weight` is `[D]` in the
-    same. The order is that of transformers: normed in float32, rounded, multiplied by the weight and rounded,
-    multiplied by `silu(gate)` in float32, rounded.
+    same, or `[H * D]`. The order is that of transformers: normed in float32, rounded, multiplied by the weight and
+    rounded, multiplied by `silu(gate)` in float32, rounded; or multiplied by `silu(gate)` in float32 first.
 
     Raises ValueError where shapes or dtypes disagree.
     """
     _check(x, gate, weight)
     if runs_triton(impl, x.device):
-        return _launch(x, gate, weight, eps)
-    normed = rms_norm(x, weight, eps, impl="torch")
-    wide = gate.float()
-    return (normed.float() * (wide / (-wide).exp().add_(1.0))).to(x.dtype).contiguous()
+        return _launch(x, gate, weight, eps, gate_first)
+    factors, wide = weight.view(-1, x.shape[2]), gate.float()
+    gates = wide / (-wide).exp().add_(1.0)
+    if not gate_first:
+        return (rms_norm(x, factors, eps, impl="torch").float() * gates).to(x.dtype).contiguous()
+    gated = x.float() * gates
+    normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
+    return factors * normed.to(x.dtype)
 
 
 def _check(x: Tensor, gate: Tensor, weight: Tensor) -> None:
@@ -47,13 +53,18 @@ def _check(x: Tensor, gate: Tensor, weight: Tensor) -> None:
             raise ValueError(
                 f"elements of {name}'s heads must lie side by side, but have a stride of {heads.stride(2)}"
             )
-    check_vector("weight", weight, x)
+    sizes = x.shape[2], x.shape[1] * x.shape[2]
+    if weight.dim() != 1 or len(weight) not in sizes or weight.dtype != x.dtype or not weight.is_contiguous():
+        raise ValueError(
+            f"weight must be contiguous [{sizes[0]}] or [{sizes[1]}] in {x.dtype}, but is {[*weight.shape]} in "
+            f"{weight.dtype}"
+        )
 
 
 # --- the kernel ---
 
 
-def _launch(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _launch(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     num_tokens, num_heads, size = x.shape
     if out.numel() == 0:
@@ -72,6 +83,8 @@ def _launch(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         gate.stride(1),
         eps,
         SIZE=size,
+        OWN_WEIGHTS=len(weight) != size,
+        GATE_FIRST=gate_first,
         BLOCK=block,
         ROWS=block_rows,
         num_warps=num_warps,
@@ -83,20 +96,28 @@ def _launch(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 @triton.jit(do_not_specialize=["num_rows"])
 def _gated_rms_norm_kernel(
     x, gate, weight, out, num_rows, num_heads, x_stride, x_head_stride, gate_stride, gate_head_stride, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
+    SIZE: tl.constexpr, OWN_WEIGHTS: tl.constexpr, GATE_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A row is a head of a token."""
+    """A row is a head of a token. With `OWN_WEIGHTS` each head of a token has its own."""
     if EARLY:
         gdc_launch_dependents()
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     col = tl.arange(0, BLOCK)[None, :]
     mask = (row < num_rows) & (col < SIZE)
-    factors = tl.load(weight + tl.zeros_like(row) + col, mask=mask, other=0.0)
+    token, head = row // num_heads, row % num_heads
+    first = head * SIZE if OWN_WEIGHTS else tl.zeros_like(row)
+    factors = tl.load(weight + first + col, mask=mask, other=0.0)
     if EARLY:
         gdc_wait()
-    token, head = row // num_heads, row % num_heads
     heads = tl.load(x + token * x_stride + head * x_head_stride + col, mask=mask, other=0.0)
     gates = tl.load(gate + token * gate_stride + head * gate_head_stride + col, mask=mask, other=0.0)
-    normed = weighted(heads.to(tl.float32) * row_scale(heads, eps, SIZE), factors, x.dtype.element_ty, None)
     gates = gates.to(tl.float32)
-    tl.store(out + row * SIZE + col, normed.to(tl.float32) * (gates / (1.0 + tl.exp(-gates))), mask=mask)
+    gates = gates / (1.0 + tl.exp(-gates))
+    if GATE_FIRST:
+        gated = heads.to(tl.float32) * gates
+        result = weighted(gated * row_scale(gated, eps, SIZE), factors, x.dtype.element_ty, None)
+    else:
+        normed = weighted(heads.to(tl.float32) * row_scale(heads, eps, SIZE), factors, x.dtype.element_ty, None)
+        result = normed.to(tl.float32) * gates
+    tl.store(out + row * SIZE + col, result, mask=mask)

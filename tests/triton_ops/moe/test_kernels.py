@@ -14,6 +14,7 @@ from tests.support.interpreter import require_interpreter
 from tests.support.row_bits import ROWS, differing_counts
 from triton_ops.activations.clamped_swiglu import clamped_swiglu
 from triton_ops.activations.silu_and_mul import silu_and_mul
+from triton_ops.activations.squared_relu import squared_relu
 from triton_ops.moe.expert_tiles import expert_tiles
 from triton_ops.moe.moe import moe
 from triton_ops.moe.topk_sigmoid import topk_sigmoid
@@ -201,6 +202,19 @@ def test_biases_and_another_activation(
         for impl in ("triton", "torch")
     )
     torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [9, 100])
+def test_experts_without_gates(num_tokens: int, dtype: torch.dtype, kernel_device: torch.device) -> None:
+    make = partial(random, dtype=dtype, device=kernel_device)
+    weights, experts = topk_softmax(make(num_tokens, 3, seed=1), 2, renormalize=True)
+    up, down = make(3, 24, 48, seed=2) / 48**0.5, make(3, 48, 24, seed=3) / 24**0.5
+    given = (make(num_tokens, 48), weights, experts, up, down)
+    out, expected = (moe(*given, activation=squared_relu, impl=impl) for impl in ("triton", "torch"))
+    torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    with pytest.raises(ValueError, match=r"gate_up must be contiguous \[3, 48, 48\], but is \[3, 24, 48\]"):
+        moe(*given, impl="triton")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from triton_ops.activations.clamped_swiglu import clamped_swiglu
+from triton_ops.activations.squared_relu import squared_relu
 from triton_ops.moe.moe import moe, moe_reference
 from triton_ops.moe.topk_sigmoid import topk_sigmoid
 from triton_ops.moe.topk_softmax import topk_softmax
@@ -43,6 +44,16 @@ def test_biases_and_another_activation(dtype: torch.dtype, deterministic: bool) 
     biases = {"gate_up_bias": random(5, 24, dtype=dtype, seed=4), "down_bias": random(5, 16, dtype=dtype, seed=5)}
     out = moe(x, weights, experts, gate_up, down, **biases, activation=clamped_swiglu, deterministic=deterministic)
     expected = moe_reference(x, weights, experts, gate_up, down, **biases, activation=clamped_swiglu)
+    torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_experts_without_gates(dtype: torch.dtype) -> None:
+    x = random(9, 16, dtype=dtype)
+    weights, experts = topk_softmax(random(9, 5, seed=1), 2, renormalize=True)
+    up, down = (random(5, *shape, dtype=dtype, seed=2) / 4 for shape in ((12, 16), (16, 12)))
+    out = moe(x, weights, experts, up, down, activation=squared_relu)
+    expected = moe_reference(x, weights, experts, up, down, activation=lambda inner: inner.clamp(min=0).square())
     torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 

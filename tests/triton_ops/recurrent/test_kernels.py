@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -261,7 +262,7 @@ def test_gated_causal_conv(
 
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
-@pytest.mark.parametrize("shape", [(3, 4, 128), (40, 3, 64), (2, 1, 100), (0, 4, 128)])
+@pytest.mark.parametrize("shape", [(3, 4, 128), (40, 3, 64), (2, 1, 3100), (0, 4, 128)])
 def test_gated_rms_norm(shape: tuple[int, int, int], dtype: torch.dtype, kernel_device: torch.device) -> None:
     """The gate is columns of a projection, x a part of each head."""
     num_tokens, num_heads, size = shape
@@ -269,11 +270,14 @@ def test_gated_rms_norm(shape: tuple[int, int, int], dtype: torch.dtype, kernel_
     weight = random(size, dtype=dtype, seed=2)
     packed = random(num_tokens, num_heads * size + 24, dtype=dtype, device=kernel_device, seed=1)
     gate, weight = packed[:, 8:-16].unflatten(1, (num_heads, size)), weight.to(kernel_device)
-    out = gated_rms_norm(x, gate, weight, 1e-6, impl="triton")
-    assert out.is_contiguous()
-    assert_same(out, gated_rms_norm(x, gate, weight, 1e-6, impl="torch"))
-    swapped = gated_rms_norm(gate, x, weight, 1e-6, impl="triton")
-    assert_same(swapped, gated_rms_norm(gate, x, weight, 1e-6, impl="torch"))
+    own_weights = random(num_heads * size, dtype=dtype, device=kernel_device, seed=3)
+    for given in (weight, own_weights):
+        for gate_first in (False, True):
+            norm = partial(gated_rms_norm, weight=given, eps=1e-6, gate_first=gate_first)
+            out = norm(x, gate, impl="triton")
+            assert out.is_contiguous()
+            assert_same(out, norm(x, gate, impl="torch"))
+            assert_same(norm(gate, x, impl="triton"), norm(gate, x, impl="torch"))
 
 
 def test_what_kernels_have_no_room_for_is_named(kernel_device: torch.device) -> None:

@@ -16,6 +16,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_chunk_gated_delta_rule,
     torch_recurrent_gated_delta_rule,
 )
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from tests.support.elementwise_cases import DTYPES, assert_matches, random
 from tests.support.recurrent_cases import DeltaInputs, expected_conv, state_rows
@@ -201,6 +202,20 @@ def test_gated_rms_norm(dtype: torch.dtype) -> None:
     assert gated_rms_norm(x[:0], gate[:0], weight, 1e-6).shape == (0, 4, 16)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("groups", [1, 4])
+def test_gated_rms_norm_whose_gate_is_first(groups: int, dtype: torch.dtype) -> None:
+    """Of groups with weights of their own."""
+    reference = Zamba2RMSNormGated(64, 64 // groups, eps=1e-6).to(dtype)
+    reference.weight.data.copy_(random(64, seed=2))
+    x, gate = random(9, 64, dtype=dtype), random(9, 100, dtype=dtype, seed=1)[:, 20:84]
+    parts = (each.unflatten(1, (groups, -1)) for each in (x, gate))
+    out = gated_rms_norm(*parts, reference.weight.data, 1e-6, gate_first=True)
+    assert out.dtype == dtype
+    expected = reference(x, gate)
+    torch.testing.assert_close(out.flatten(1), expected, atol=1e-6, rtol=1e-6 if dtype == torch.float32 else 8e-3)
+
+
 def delta_bits(dtype: torch.dtype) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[Tensor, ...]]:
     """Rows of one token each, with their states."""
     inputs = DeltaInputs.random(ROWS, (1, 2), (8, 24), num_states=ROWS, dtype=dtype)
@@ -229,17 +244,14 @@ def conv_bits(dtype: torch.dtype) -> tuple[Callable[..., tuple[Tensor, ...]], tu
     return op, (*(make(ROWS, 33, seed=seed) for seed in (3, 5, 6)), make(ROWS, 33, 3, seed=4))
 
 
-def norm_bits(dtype: torch.dtype) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+def norm_bits(dtype: torch.dtype, *, gate_first: bool = False) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
     make = partial(random, dtype=dtype)
-    weight = make(24)
-    return lambda x, gate: gated_rms_norm(x, gate, weight, 1e-6), (
-        make(ROWS, 3, 24, seed=1),
-        make(ROWS, 3, 24, seed=2),
-    )
+    norm = partial(gated_rms_norm, weight=make(24), eps=1e-6, gate_first=gate_first)
+    return norm, (make(ROWS, 3, 24, seed=1), make(ROWS, 3, 24, seed=2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", [delta_bits, conv_bits, norm_bits])
+@pytest.mark.parametrize("case", [delta_bits, conv_bits, norm_bits, partial(norm_bits, gate_first=True)])
 def test_bits_of_a_row(
     case: Callable[..., tuple[Callable[..., Tensor], tuple[Tensor, ...]]], dtype: torch.dtype
 ) -> None:

@@ -1,0 +1,142 @@
+"""Mamba2: a layer that keeps the state of a state space of each sequence, in the place of attention."""
+
+# Tests: tests/models/test_parity.py, tests/models/test_hybrid.py
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from layers.input_metadata import InputMetadata
+from layers.linear import Linear, SummedLinear
+from layers.norm import RMSNorm
+from layers.place import Place
+from layers.placement import Layer, Placement
+from layers.radix_attention import KVCache
+from layers.ranks import Addend
+from triton_ops.activations.quantised_rows import QuantisedRows
+from triton_ops.recurrent.causal_conv import causal_conv
+from triton_ops.recurrent.gated_rms_norm import gated_rms_norm
+from triton_ops.recurrent.state_space import state_space
+
+
+@dataclass(frozen=True)
+class Mamba2Sizes:
+    """The heads of a Mamba-2 layer, of a state `[state_size, head_dim]` each, the groups of heads that share
+    what writes and reads these, and the inputs of its convolution.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_size: int
+    conv_width: int
+
+    @property
+    def values(self) -> int:
+        """Elements of all heads of a token, and of their gates."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Elements of all groups of a token: of b, and of c."""
+        return self.num_groups * self.state_size
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: x, b and c."""
+        return self.values + 2 * self.keys
+
+
+class Mamba2(Layer):
+    """Projection, convolution, state space, gated norm and output of one layer: Dao and Gu, Transformers are SSMs
+    (2024), arXiv 2405.21060, as in Granite 4 and Nemotron-H.
+
+    Args:
+        layer_id: counts the layers that keep states.
+        dt_limits: see `state_space`.
+        norm_groups: of the heads, each normed by itself.
+        conv_bias, bias: whether the convolution and the projections have biases.
+    """
+
+    def __init__(
+        self,
+        layer_id: int,
+        hidden_size: int,
+        sizes: Mamba2Sizes,
+        eps: float,
+        *,
+        dt_limits: tuple[float, float],
+        norm_groups: int,
+        conv_bias: bool,
+        bias: bool,
+        placement: Placement,
+    ) -> None:
+        super().__init__()
+        self.layer_id, self.sizes, self.impl = layer_id, sizes, placement.impl
+        self.dt_limits, self.norm_groups = dt_limits, norm_groups
+        self.parts = [sizes.values, sizes.channels, sizes.num_heads]
+        self.input = Linear(hidden_size, sum(self.parts), bias=bias, placement=placement)
+        self.conv = placement.parameter(sizes.channels, sizes.conv_width)
+        self.conv_bias = placement.parameter(sizes.channels) if conv_bias else None
+        # In float32: decays over long contexts depend on every bit.
+        self.a_log = placement.parameter(sizes.num_heads, dtype=torch.float32)
+        self.d = placement.parameter(sizes.num_heads, dtype=torch.float32)
+        self.dt_bias = placement.parameter(sizes.num_heads, dtype=torch.float32)
+        self.norm = RMSNorm(sizes.values, eps, placement=placement)
+        self.output = SummedLinear(sizes.values, hidden_size, bias=bias, placement=placement)
+
+    @property
+    def input_groups(self) -> bool | None:
+        """As `Linear.input_groups`."""
+        return self.input.input_groups
+
+    def forward(
+        self,
+        hidden: Tensor | QuantisedRows,
+        metadata: InputMetadata,
+        kv_pool: KVCache,
+        *,
+        split_k_ok: bool = False,
+    ) -> Addend:
+        """`hidden [T, hidden_size]` to the same shape, or to parts if they are allowed: see `Linear.forward`. The
+        states that the pass's rows leave are written to the pool.
+        """
+        sizes, rows, pool = self.sizes, metadata.states, kv_pool.states
+        assert rows is not None
+        assert pool is not None
+        states = pool.view(self.layer_id)
+        z, xbc, dt = torch.split(self.input(hidden), self.parts, dim=1)
+        mixed = causal_conv(xbc, self.conv, self.conv_bias, states.conv, rows, impl=self.impl)
+        x, b, c = torch.split(mixed, [sizes.values, sizes.keys, sizes.keys], dim=1)
+        y = state_space(
+            x.view(len(x), sizes.num_heads, sizes.head_dim),
+            dt,
+            b.view(len(b), sizes.num_groups, sizes.state_size),
+            c.view(len(c), sizes.num_groups, sizes.state_size),
+            self.a_log,
+            self.d,
+            self.dt_bias,
+            states.recurrent,
+            rows,
+            dt_limits=self.dt_limits,
+            impl=self.impl,
+        )
+        y, z = (heads.view(len(heads), self.norm_groups, -1) for heads in (y, z))
+        normed = gated_rms_norm(y, z, self.norm.weight, self.norm.eps, gate_first=True, impl=self.impl)
+        out: Addend = self.output(normed.flatten(1), split_k_ok=split_k_ok)
+        return out
+
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
+        yield from self.input.checkpoint_tensors(f"{name}.in_proj")
+        yield f"{name}.conv1d.weight", self.conv.unsqueeze(1)
+        if self.conv_bias is not None:
+            yield f"{name}.conv1d.bias", self.conv_bias
+        yield f"{name}.A_log", self.a_log
+        yield f"{name}.D", self.d
+        yield f"{name}.dt_bias", self.dt_bias
+        yield from self.norm.checkpoint_tensors(f"{name}.norm")
+        yield from self.output.checkpoint_tensors(f"{name}.out_proj")
