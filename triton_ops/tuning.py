@@ -618,10 +618,11 @@ def delta_chunks_config(gpu: GPU, k_dim: int, v_dim: int, dtype: torch.dtype) ->
     return ChunksConfig(32, min(32, max(16, next_power_of_2(v_dim))), 1, 2, 1, solve_precision="tf32x3")
 
 
-def delta_step_config(gpu: GPU, v_dim: int) -> tuple[int, int]:
+def delta_step_config(gpu: GPU, v_dim: int, dtype: torch.dtype) -> tuple[int, int]:
     """For rows of one token: the columns of a state a program has, and its warps."""
     _check_vendor(gpu)
-    return min(32, max(16, next_power_of_2(v_dim))), 4
+    most = 64 if dtype.itemsize == 2 else 32  # of float32, more would spill on an A100
+    return min(most, max(16, next_power_of_2(v_dim))), 4
 
 
 MAX_STATE_SPACE_DIM = 256  # of states: as above

@@ -285,7 +285,7 @@ def _launch(
             num_warps=config.across_warps,
         )
     if num_steps:
-        block_v, num_warps = delta_step_config(gpu, v_dim)
+        block_v, num_warps = delta_step_config(gpu, v_dim, q.dtype)
         delta_step_kernel[(num_steps * num_heads * cdiv(v_dim, block_v),)](
             start_loc=rows.start_loc[num_extends:],
             lens=rows.lens[num_extends:],
