@@ -925,7 +925,7 @@ def _recurrent_cases() -> Iterator[KernelCase]:
         for num_extends, batch in ((1, 1), (2, 64)):
             call = partial(_gated_delta, dims, dtype, num_extends, batch)
             name = f"{num_extends} of {batch}, d {dims[0]} and {dims[1]}, {SHORT_NAMES[dtype]}"
-            yield KernelCase(gated_delta, name, call, few, wgmma=dtype != torch.float32)
+            yield KernelCase(gated_delta, name, call, few)
     for (groups, *dims), dtype in product(((1, 128, 64), (8, 128, 80), (1, 256, 64), (2, 48, 40)), SHORT_NAMES):
         few = dims == [128, 64] and dtype == torch.bfloat16
         for num_extends, batch in ((1, 1), (2, 64)):

@@ -36,7 +36,7 @@ CONFIGS: dict[str, Callable[[GPU], object]] = {
     "e4m3": lambda gpu: e4m3_linear_config(gpu, 16, 1024),
     "experts": lambda gpu: expert_config(gpu, 16, 64, 1536, 2048, torch.bfloat16),
     "delta, chunks": lambda gpu: delta_chunks_config(gpu, 128, 128, torch.bfloat16),
-    "delta, steps": lambda gpu: delta_step_config(gpu, 128),
+    "delta, steps": lambda gpu: delta_step_config(gpu, 128, torch.float16),
     "copy": lambda gpu: copy_config(gpu, from_host=False, to_host=False),
 }
 
