@@ -39,9 +39,8 @@ CPU_LIMITS = PassLimits(max_running_requests=64, chunked_prefill_size=2048)
 
 _BYTES_A_LOGIT = 17  # of a pass whose requests want everything; measured on an H200
 _MAX_SHARE = 0.15  # of the free memory, for what grows with the requests at once
-_SHARE_OF_STATES = (
-    0.25  # of the free memory, for states of those requests, and as much again for those that are kept
-)
+# Of the free memory, for states of those requests, and as much again for those that are kept; and of a host tier.
+_SHARE_OF_STATES = 0.25
 _FEWEST_KEPT = 64  # states: a tree of prompts parts at several depths
 _TOKENS_A_REQUEST = 256  # that the KV pool should hold for each
 
@@ -77,6 +76,11 @@ def kept_states(limits: PassLimits, free: int, bytes_per_state: int) -> int:
     that is more, and no more than a quarter of `free` bytes holds, which the others leave.
     """
     return min(max(limits.max_running_requests, _FEWEST_KEPT), int(_SHARE_OF_STATES * free) // bytes_per_state)
+
+
+def states_on_host(num_bytes: int, bytes_per_state: int) -> int:
+    """How many states are in so much host memory, where layers keep some: in a quarter of it."""
+    return int(_SHARE_OF_STATES * num_bytes) // bytes_per_state if bytes_per_state else 0
 
 
 @dataclass(frozen=True)

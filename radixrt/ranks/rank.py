@@ -7,14 +7,14 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from layers.moe import SparseMoE
 from layers.products import ProductTable
@@ -30,7 +30,7 @@ from radixrt.execution.device import check_kernels, choose_device
 from radixrt.execution.kv_scales import calibrated_scales
 from radixrt.execution.memory_budget import (
     free_bytes,
-    host_pool_slots,
+    host_pool_sizes,
     measured_pass_memory,
     pool_slots,
     pool_states,
@@ -38,8 +38,9 @@ from radixrt.execution.memory_budget import (
 )
 from radixrt.execution.model_runner import ModelRunner, Tuning
 from radixrt.execution.products import compare_all
+from radixrt.kept_cache.cache_file import KV, STATES
 from radixrt.kept_cache.identity import rank_checksums
-from radixrt.kept_cache.kv_part import KVPart
+from radixrt.kept_cache.parts import KVPart, RowPart, StatePart
 from radixrt.limits import NO_PASSES, PassLimits, requests_at_once, requests_with_states
 from radixrt.models.config import GENERATION_DEFAULTS, ModelConfig, generation_defaults
 from radixrt.models.decoder import Decoder
@@ -72,16 +73,28 @@ class RankParts:
     @property
     def kv_part(self) -> KVPart:
         """Its part of the KV, for kept caches."""
-        placement, config = self.decoder.placement, self.config
+        placement, config, dtype = self.decoder.placement, self.config, self.kv_pool.buffer.dtype
         return KVPart(
             self.kv_pool,
             self.host_pool,
             placement.impl,
-            config.num_layers,
+            config.kv_layout(dtype).num_layers,
             config.num_kv_heads,
             placement.ranks,
-            placement.stage,
+            config.kv_layout(dtype, range(self.decoder.layers.start)).num_layers,
         )
+
+    @property
+    def kept_parts(self) -> dict[str, RowPart]:
+        """Its parts of all that a kept cache has rows of, by the names of tensors."""
+        parts: dict[str, RowPart] = {KV: self.kv_part}
+        if (states := self.kv_pool.states) is not None:
+            on_host: Sequence[Tensor | None] = (None, None)
+            if self.host_pool is not None and self.host_pool.states is not None:
+                on_host = self.host_pool.states.parts
+            for name, own, copies in zip(STATES, states.parts, on_host, strict=True):
+                parts[name] = StatePart(own, copies, self.decoder.placement.impl)
+        return parts
 
     def identity(self) -> RankIdentity:
         """What its part of the KV depends on."""
@@ -195,11 +208,6 @@ def assemble_rank(
         raise ParameterError(f"kv_dtype is 'fp8', which wants an even head_dim; it is {model_config.head_dim}")
     layout = decoder.kv_layout(kv_dtype)
     bytes_per_slot = layout.bytes_per_token
-    if layout.states is not None and config.host_memory_gb:
-        raise ParameterError(
-            f"host_memory_gb is {config.host_memory_gb:g}, but {model_config.told_states}, which is not moved to "
-            "the host; leave it out"
-        )
     limits = _pass_limits(config, model_config, device, layout)
     limits = replace(limits, max_running_requests=group.least(limits.max_running_requests))
     captured = limits if captures else NO_PASSES
@@ -235,9 +243,11 @@ def assemble_rank(
         kv_pool.set_scales(scales)
     host_pool = None
     promised = 0 if on_gpu else slots * bytes_per_slot
-    if host_slots := group.least(host_pool_slots(config.host_memory_gb, bytes_per_slot, promised=promised)):
+    host_sizes = host_pool_sizes(config.host_memory_gb, layout, promised=promised)
+    host_slots, host_states = map(group.least, host_sizes)
+    if host_slots:
         try:
-            host_pool = HostKVPool(host_slots, kv_pool)
+            host_pool = HostKVPool(host_slots, kv_pool, num_states=host_states)
         except RuntimeError as error:
             raise ParameterError(f"host_memory_gb is {config.host_memory_gb:g}: {error}") from error
 
@@ -251,6 +261,8 @@ def assemble_rank(
     if num_states:
         state_bytes = num_states * layout.bytes_per_state
         _log.info("states: %s sequences, %.2f GiB", f"{num_states - 1:,}", state_bytes / 2**30)
+    if host_pool is not None:
+        _log_host(host_pool, layout)
     if products:
         replaced = sum(bool(table.ordered) for table in products)
         told = "products: %d shapes compared in %.1f s; torch's are replaced at some sizes in %d of them"
@@ -258,6 +270,15 @@ def assemble_rank(
     if captured_graphs:
         _log.info("graphs: %d captured in %.1f s", captured_graphs, seconds["graphs"])
     return RankParts(folder, decoder, whole_config, limits, rows, kv_pool, host_pool, runner, products, seconds)
+
+
+def _log_host(host_pool: HostKVPool, layout: KVLayout) -> None:
+    slots, states = host_pool.allocator.capacity, host_pool.states
+    told = f"{slots:,} tokens, {slots * layout.bytes_per_token / 2**30:.2f} GiB"
+    if states is not None:
+        count = states.allocator.capacity
+        told += f"; states: {count:,} sequences, {count * layout.bytes_per_state / 2**30:.2f} GiB"
+    _log.info("host tier: %s", told)
 
 
 def _pass_limits(config: RuntimeConfig, model: ModelConfig, device: torch.device, layout: KVLayout) -> PassLimits:
