@@ -516,8 +516,8 @@ class PrefixCache(CountsHits):
         end, locked in its place, its length, and the number of tokens loaded.
         """
         assert self.host is not None  # it has something
-        # Stores that made room may have dropped the end of the match, or its state, from the host all the same: the
-        # last state may be above `top` then.
+        # Stores that made room may have dropped the end of the match from the host all the same, or its state: the
+        # last one may be above `top` then.
         match = self.tree.match(namespace, matched)
         if self.states is not None:
             match = match.at_state
