@@ -1,7 +1,5 @@
 """States in host memory: what the device gives up lives on there, and is loaded where a lease begins with it."""
 
-# Tests: tests/cache/test_states.py, tests/cache/test_host_tier.py
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,6 +1,6 @@
 """A rank's part of the rows of a kept cache, KV and states, between its pools and buffers of whole rows."""
 
-# Tests: tests/kept_cache/test_kept_cache.py, tests/kept_cache/test_ranks.py
+# Tests: tests/kept_cache/test_kept_cache.py, tests/kept_cache/test_ranks.py, tests/kept_cache/test_states.py
 
 from __future__ import annotations
 

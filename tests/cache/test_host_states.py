@@ -166,7 +166,14 @@ A, B, C = [1] * 10, [2] * 10, [3] * 10
 
 
 def world(**sizes: Any) -> World:
-    options = {"num_slots": 21, "host_slots": 100, "num_rows": 3, "chunk": 16, "spare_states": 4, "host_states": 20}
+    options = {
+        "num_slots": 21,
+        "host_slots": 100,
+        "num_rows": 3,
+        "chunk": 16,
+        "spare_states": 4,
+        "host_states": 20,
+    }
     return World(Sizes(**{**options, **sizes}))
 
 
@@ -360,7 +367,9 @@ def test_answers_from_the_host_are_those_computed_cold(
         assert many.loaded_states >= 5
         assert many.cached_tokens >= max(5 * 60, few.cached_tokens + 60)
         # Once more, with n answers and log-probabilities of what was computed and evicted before.
-        again = tiered.generate(prompts()[:6], SamplingParams(temperature=0, max_new_tokens=6, n=2, ignore_eos=True))
+        again = tiered.generate(
+            prompts()[:6], SamplingParams(temperature=0, max_new_tokens=6, n=2, ignore_eos=True)
+        )
         assert [output.token_ids for output in again] == cold[:6]
         assert all(output.usage.cached_tokens >= 60 for output in again)
         assert tiered.flush_cache() > 0

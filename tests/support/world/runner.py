@@ -159,9 +159,7 @@ class SimulatedRunner:
         return {int(s) for t in transfers if (t.of_states, not t.to_host) == side for s in t.sources}
 
     def freed(self, slots: np.ndarray, booked: Iterable[KVTransfer], *, of_states: bool, on_host: bool) -> None:
-        """Whoever still reads a free slot or state reads nonsense; transfers, also those that are booked, may read it
-        yet.
-        """
+        """Whoever still reads a free slot or state reads nonsense; transfers that are booked may read it yet."""
         side = of_states, on_host
         read = self._read_of(side, (*self.transfers, *booked))
         for slot in slots.tolist():
@@ -465,4 +463,3 @@ class SimulatedRunner:
             ):
                 return True
         return answer.log.finish_reason is FinishReason.ERROR
-
