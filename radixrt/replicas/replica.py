@@ -40,6 +40,8 @@ _SIZES = {
     "arriving",
     "host_capacity",
     "host_free",
+    "host_states",
+    "kept_states",
 }
 _NO_STATS = CacheStats(*[0] * 11)
 

@@ -122,6 +122,21 @@ def test_what_the_host_has_is_not_stored_again() -> None:
     assert (node.state, node.host_state, tier.host.stored, tier.host.loaded) == (0, 1, 1, 1)
 
 
+def test_what_takes_the_place_of_a_state_comes_after_its_load() -> None:
+    tier = Tier(1)
+    first, second = tier.node(1), tier.node(2)
+    tier.states.make_room(19, (0, 0))
+    assert tier.stored() == [1]
+    assert tier.states.begin(0, first, (0, 0))
+    tier.transfers.take()
+    tier.host.load(first, 20)
+    tier.host.drop(first)
+    tier.give_up(second)
+    assert tier.stored() == [2]
+    told = [(one.to_host, one.sources.tolist(), one.targets.tolist()) for one in tier.transfers.take()]
+    assert told == [(False, [1], [20]), (True, [2], [1])]
+
+
 def test_what_has_left_the_tree_leaves_the_host() -> None:
     tier = Tier(3)
     nodes = [tier.node(token) for token in (1, 2)]
@@ -247,6 +262,15 @@ def test_a_launch_that_fails_with_transfers_of_states(started: int | None) -> No
     there.drain_requests()
     assert doomed.log.finish_reason is FinishReason.ERROR
     assert run(there, A) == [9]
+    there.drain()
+
+
+def test_room_that_takes_the_end_of_the_match() -> None:
+    """What is stored to make room drops what was to be loaded: the lease begins with a state above."""
+    there = world(num_slots=23, host_slots=6)
+    other = [1] * 6 + [5] * 6
+    assert run(there, *[A, A, A], *[other, other], B, A) == [0, 0, 9, 0, 6, 0, 6]
+    assert there.events["state dropped before it was loaded"] == 1
     there.drain()
 
 
