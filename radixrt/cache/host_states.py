@@ -53,13 +53,14 @@ class HostStates:
         self.stored += 1
 
     def expect(self, node: Node) -> None:
-        """A lease is about to begin with a node's state, and nothing was used later: what is stored meanwhile does
-        not take its place.
+        """Let nothing that is stored take the place of a node's state until a lease has begun with it: nothing was
+        used later.
         """
         self._ends.discard(node.host_state)
 
     def load(self, node: Node, state: int) -> None:
         """Copy a node's state to one on the device, which is free."""
+        assert node.host_state  # what was stored since it was expected has left it there
         self._transfers.book(KVTransfer(False, _one(node.host_state), _one(state), of_states=True))
         self.loaded += 1
 

@@ -275,8 +275,8 @@ class PrefixCache(CountsHits):
             slots = EMPTY
             if matched < match.length or match.node.host_state:
                 self.tree.touch(match.node)  # so other tokens and states leave first to make room
-            if match.node.host_state and self.states is not None and self.states.host is not None:
-                self.states.host.expect(match.node)
+                if self.states is not None:
+                    self.states.expect(match.node)
             if matched < match.length:
                 slots = self._alloc(match.length - matched)
         if slots is None:

@@ -73,6 +73,11 @@ class States:
         """How much a lease that begins with a node's state loads, in tokens: 0 where the device has it."""
         return self.host.tokens_each if self.host is not None and node.host_state and not node.state else 0
 
+    def expect(self, node: Node) -> None:
+        """A lease is about to begin with a node's state, and nothing was used later: see `HostStates`."""
+        if self.host is not None:
+            self.host.expect(node)
+
     def begin(self, row: int, node: Node, passes: tuple[int, int]) -> bool:
         """Let a new lease begin with a node's state, and have one of its own, for which another may have to go; as
         for one on the device, if only the host has the node's. False if there is none, at least until passes in

@@ -50,6 +50,7 @@ class KVMover:
                 arrays = layout.tensors(self._staging.upload(words))
                 for i in range(len(transfers)):
                     sources, targets = arrays[f"source{i}"], arrays[f"target{i}"]
+                    # If a part of states cannot be copied, all are copied again: nothing else was made meanwhile.
                     for on_device, on_host in self._states if transfers[0].of_states else self._kv:
                         if transfers[0].to_host:
                             kv_copy(on_device, sources, on_host, targets, impl=self._impl)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from radixrt import CacheFileError, Runtime
+from radixrt import CacheFileError, ParameterError, Runtime
 from radixrt.cache.radix_tree import Node
 from radixrt.cli.kept_cache import runtime_with_cache
 from radixrt.kept_cache import cache_file, parts
@@ -200,6 +200,15 @@ def test_other_layouts_are_refused(kept: Path, folder: Path, tmp_path: Path) -> 
     message = refusal(kept, folder, dtype="bfloat16")
     assert "conv of states is F32 [2, 96, 3] in the file, BF16 [2, 96, 3] in the model" in message
     assert "conv of states is F32 [2, 96, 3] in the file, not named in the model" in refusal(kept, plain)
+
+
+def test_parts_of_states_are_not_kept(folder: Path, tmp_path: Path) -> None:
+    with runtime_of(folder) as runtime:
+        config = replace(runtime.parts.config, tensor_parallel_size=2)
+        runtime._parts = replace(runtime.parts, config=config)
+        for keeps in (runtime.save_cache, runtime.load_cache):
+            with pytest.raises(ParameterError, match="of which 2 ranks have a part each"):
+                keeps(tmp_path / "kept")
 
 
 def test_any_flipped_bit_is_found(folder: Path, tmp_path: Path) -> None:
