@@ -185,7 +185,7 @@ def test_states_that_are_there_stay(on_host: bool) -> None:
     tree = with_states([*prompts, [1, 2, 5]], [[1, 2]], on_host=on_host)
     adoption = planned(tree, snapshot, 99, first_slot=10, room_for_states=99)
     assert (ends_of(adoption), adoption.left_out_states) == ([4], 0)
-    tree = with_states([[1, 2, 4, 7]], [])  # nothing ends there yet
+    tree = with_states([[1, 2, 4, 7]], [[1, 2, 4, 7]])  # nothing ends there yet
     adoption = planned(tree, snapshot, 99, first_slot=10, room_for_states=99)
     assert ends_of(adoption) == [2, 4]
     node = adopt(tree, adoption)[int(np.flatnonzero(adoption.states)[0])]

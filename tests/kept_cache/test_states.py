@@ -115,13 +115,20 @@ def test_what_only_the_host_has_is_kept(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "kept"
     with runtime_of(folder) as roomy:
         warm = [roomy.generate(prompts(), GREEDY) for _ in range(3)][-1]
+        right = contents(roomy)
     with runtime_of(folder, max_total_tokens=120, host_memory_gb=0.01) as tiered:
         keep(tiered, path)
         stats = tiered.cache_stats()
         assert stats.kept_states > len(tiered.parts.cache.states.kept)
+        on_device = {*contents(tiered)}
     with runtime_of(folder) as second:
         second.load_cache(path)
         assert second.cache_stats().kept_states == stats.kept_states
+        found = contents(second)
+        assert len(right.keys() & found.keys() - on_device) >= 2
+        for tokens in right.keys() & found.keys():
+            for part, expected in zip(found[tokens], right[tokens], strict=True):
+                torch.testing.assert_close(part, expected, rtol=1e-4, atol=1e-5)
         again = second.generate(prompts(), GREEDY)
         assert answers(again) == answers(warm)
         assert cached(again)[:3] == [38, 38, 25]  # the others save too little for a state
