@@ -80,7 +80,7 @@ def kept_states(limits: PassLimits, free: int, bytes_per_state: int) -> int:
 
 def states_on_host(num_bytes: int, bytes_per_state: int) -> int:
     """How many states are in so much host memory, where layers keep some: in a quarter of it."""
-    return int(_SHARE_OF_STATES * num_bytes) // bytes_per_state if bytes_per_state else 0
+    return int(_SHARE_OF_STATES * num_bytes) // max(1, bytes_per_state)  # a stage may have none of these layers
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import numpy as np
 
 from memory_pool.kv_transfers import KVTransfer, KVTransfers
@@ -19,6 +21,7 @@ class HostStates:
 
     Attributes:
         kept: by state, the node that has it.
+        ends: those of ends of answers with which no lease has begun.
         tokens_each: as many tokens have KV of a state's size.
         stored, loaded: states that were copied to the host, and back.
     """
@@ -27,40 +30,36 @@ class HostStates:
         self.allocator, self.tokens_each = allocator, tokens_each
         self.kept: dict[int, Node] = {}
         self.stored = self.loaded = 0
-        self._ends = set[int]()  # of answers, with which no lease has begun
+        self.ends = set[int]()
         self._transfers = transfers
 
     def store(self, node: Node, *, is_end: bool) -> None:
         """Copy the state of a node, which the device gives up, unless the host has it, or the node is in no tier,
-        or all that is kept is of more use: of the least are ends of answers that nobody has gone on from, then
-        what was used longest ago.
+        or what would have to go was used later: the one used longest ago, of ends of answers that nobody has gone
+        on from, if they are more than half of all, and else of the others.
         """
         if node.host_state or not len(node.tokens):
             return
         taken = self.allocator.alloc(1)
         if taken is None:
-            least = min(self.kept.values(), key=self._use_of)
-            if self._use_of(least) >= (not is_end, node.last_access):
+            of_ends = 2 * len(self.ends) > self.allocator.capacity
+            kind = (kept for state, kept in self.kept.items() if (state in self.ends) == of_ends)
+            oldest = min(kind, key=attrgetter("last_access"))
+            if oldest.last_access >= node.last_access:
                 return
-            self.drop(least)
+            self.drop(oldest)
             taken = self.allocator.alloc(1)
             assert taken is not None  # one has just gone
         state = node.host_state = int(taken[0])
         self.kept[state] = node
         if is_end:
-            self._ends.add(state)
+            self.ends.add(state)
         self._transfers.book(KVTransfer(True, _one(node.state), taken, of_states=True))
         self.stored += 1
 
-    def expect(self, node: Node) -> None:
-        """Let nothing that is stored take the place of a node's state until a lease has begun with it: nothing was
-        used later.
-        """
-        self._ends.discard(node.host_state)
-
     def load(self, node: Node, state: int) -> None:
         """Copy a node's state to one on the device, which is free."""
-        assert node.host_state  # what was stored since it was expected has left it there
+        assert node.host_state  # nothing that was stored to make room was used later
         self._transfers.book(KVTransfer(False, _one(node.host_state), _one(state), of_states=True))
         self.loaded += 1
 
@@ -68,11 +67,8 @@ class HostStates:
         """Forget the state of a node."""
         state, node.host_state = node.host_state, 0
         del self.kept[state]
-        self._ends.discard(state)
+        self.ends.discard(state)
         self.allocator.free(_one(state))
-
-    def _use_of(self, node: Node) -> tuple[bool, int]:
-        return node.host_state not in self._ends, node.last_access
 
 
 def _one(state: int) -> Int32Array:

@@ -275,8 +275,6 @@ class PrefixCache(CountsHits):
             slots = EMPTY
             if matched < match.length or match.node.host_state:
                 self.tree.touch(match.node)  # so other tokens and states leave first to make room
-                if self.states is not None:
-                    self.states.expect(match.node)
             if matched < match.length:
                 slots = self._alloc(match.length - matched)
         if slots is None:

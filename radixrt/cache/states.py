@@ -73,15 +73,10 @@ class States:
         """How much a lease that begins with a node's state loads, in tokens: 0 where the device has it."""
         return self.host.tokens_each if self.host is not None and node.host_state and not node.state else 0
 
-    def expect(self, node: Node) -> None:
-        """A lease is about to begin with a node's state, and nothing was used later: see `HostStates`."""
-        if self.host is not None:
-            self.host.expect(node)
-
     def begin(self, row: int, node: Node, passes: tuple[int, int]) -> bool:
         """Let a new lease begin with a node's state, and have one of its own, for which another may have to go; as
-        for one on the device, if only the host has the node's. False if there is none, at least until passes in
-        flight have ended.
+        for one that is loaded, if only the host has the node's, which was used last. False if there is none, at
+        least until passes in flight have ended.
         """
         self._readers[node.state] += 1  # which must not go
         reserved, loads = FOR_FRESH if self._num_begun else 0, self.loads(node) > 0
@@ -102,6 +97,8 @@ class States:
         self._num_begun += 1
         self.ends.discard(node.state)
         self.unused.discard(node.state)
+        if self.host is not None:
+            self.host.ends.discard(node.host_state)
         return True
 
     def step(self, row: int, keep_at: int | None, passes: tuple[int, int]) -> tuple[int, int]:

@@ -185,8 +185,8 @@ def host_pool_sizes(host_memory_gb: float | None, layout: KVLayout, *, promised:
         return 0, 0
     free = max(0, psutil.virtual_memory().available - promised)
     num_bytes = int(1e9 * check_float("host_memory_gb", host_memory_gb, 0.0, free / 1e9))
-    states = states_on_host(num_bytes, layout.bytes_per_state)
-    slots = (num_bytes - states * layout.bytes_per_state) // layout.bytes_per_token
+    states = 0 if layout.states is None else states_on_host(num_bytes, layout.bytes_per_state)
+    slots = (num_bytes - states * layout.bytes_per_state) // max(1, layout.bytes_per_token)
     if num_bytes and (slots < 2 or (states < 2 and layout.states is not None)):
         needs = f"two KV slots of {layout.bytes_per_token:,} bytes"
         if layout.states is not None:

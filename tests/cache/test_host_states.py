@@ -84,28 +84,40 @@ def test_what_is_older_than_all_that_is_stored_is_not() -> None:
     assert len(tier.transfers.take()) == tier.host.stored == 1
 
 
-def test_ends_of_answers_make_room_and_take_none() -> None:
-    """However old what else there is may be, and the least recently used of them first."""
-    tier = Tier(3)
-    used, first, second, third = tier.node(1), *(tier.node(token, is_end=True) for token in (2, 3, 4))
-    tier.give_up(used, first, second, third)
-    assert tier.stored() == [1, 3, 4]
-    tier.give_up(tier.node(5), tier.node(6))
-    assert tier.stored() == [1, 5, 6]
-    tier.give_up(tier.node(7, is_end=True))
-    assert tier.stored() == [1, 5, 6]
+def test_ends_of_answers_and_others_have_half_each() -> None:
+    """However many of one kind come, and however old the other kind is."""
+    tier = Tier(4)
+    others, ends = [1, 2, 3, 4, 5], [11, 12, 13, 14, 15]
+    tier.give_up(*[tier.node(token) for token in others])
+    assert tier.stored() == [2, 3, 4, 5]
+    for token, left in zip(ends, ([3, 4, 5, 11], [4, 5, 11, 12], [5, 11, 12, 13]), strict=False):
+        tier.give_up(tier.node(token, is_end=True))
+        assert tier.stored() == left
+    tier.give_up(*[tier.node(token, is_end=True) for token in ends[3:]])
+    assert tier.stored() == [5, 13, 14, 15]  # three of four: then they make room for each other
+    for token, left in ((6, [5, 6, 14, 15]), (7, [6, 7, 14, 15]), (8, [7, 8, 14, 15])):
+        tier.give_up(tier.node(token))
+        assert tier.stored() == left
 
 
 def test_an_end_that_a_lease_begins_with_is_none_any_more() -> None:
-    tier = Tier(1)
+    tier = Tier(2)
     end = tier.node(1, is_end=True)
-    tier.give_up(end)
-    tier.tree.touch(end)
-    tier.host.expect(end)
-    tier.give_up(tier.node(2, is_end=True))
+    tier.states.make_room(20, (0, 0))
+    assert tier.host.ends == {end.host_state}
+    assert tier.states.begin(0, end, (0, 0))
+    assert tier.host.ends == tier.states.ends == set()
+
+
+@pytest.mark.parametrize("is_end", [False, True])
+def test_nothing_takes_the_place_of_what_was_used_last(is_end: bool) -> None:
+    """So a lease begins with it, whatever is stored to make room."""
+    tier = Tier(1)
+    expected, *others = tier.node(1, is_end=is_end), tier.node(2), tier.node(3, is_end=True)
+    tier.give_up(expected)
+    tier.tree.touch(expected)
+    tier.give_up(*others)
     assert tier.stored() == [1]
-    tier.give_up(tier.node(3))
-    assert tier.stored() == [3]
 
 
 def test_what_the_host_has_is_not_stored_again() -> None:
