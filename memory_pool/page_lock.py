@@ -13,7 +13,7 @@ import torch
 
 def lock_with(owner: object, buffer: torch.Tensor, device: torch.device) -> None:
     """Lock a buffer's pages as long as `owner` lives, if `device` is a GPU. Raises RuntimeError."""
-    if device.type == "cuda":
+    if device.type == "cuda" and buffer.nbytes:
         page_lock(buffer, device)
         weakref.finalize(owner, _unlock_pages, buffer.data_ptr(), device).atexit = False
 

@@ -18,9 +18,10 @@ from safetensors import safe_open
 
 from radixrt import CacheFileError, ParameterError, Runtime
 from radixrt.cache.radix_tree import Node
+from radixrt.cache.snapshot import TreeSnapshot
 from radixrt.cli.kept_cache import runtime_with_cache
 from radixrt.kept_cache import cache_file, parts
-from radixrt.kept_cache.cache_file import CacheFileReader, CacheFileWriter, row_counts
+from radixrt.kept_cache.cache_file import CacheFileReader, CacheFileWriter, RowFormat, row_counts
 from tests.kept_cache.test_kept_cache import GREEDY, answers, cached, empty_pieces, prompts
 from tests.support.checkpoints import llama, qwen3_5, write
 
@@ -256,6 +257,29 @@ def test_states_of_no_node(
                 writer.finish()
     message = refusal(path, folder)
     assert "its rows are not those of" in message or "a node has neither a state nor none" in message
+
+
+def test_states_of_convolutions_alone(tmp_path: Path) -> None:
+    """They have no bytes of the other part."""
+    formats = {
+        "kv": RowFormat("F16", (1, 2, 1, 4)),
+        "conv": RowFormat("F16", (2, 3, 2)),
+        "recurrent": RowFormat("F32", (2, 0, 4, 4)),
+    }
+    ints = [np.array(values, np.int32) for values in ([1, 2, 3], [3], [-1], [0], [5], [1])]
+    tree = TreeSnapshot(*ints, (None,))
+    with CacheFileWriter.open(tmp_path / "kept", tree, formats, {}) as writer:
+        for name, count in row_counts(tree, formats).items():
+            for piece in empty_pieces(count, formats[name]):
+                writer.write(piece + 7)
+        writer.finish()
+    with CacheFileReader.open(tmp_path / "kept") as reader:
+        assert reader.formats == formats
+        for name, count in row_counts(reader.tree, reader.formats).items():
+            for piece in empty_pieces(count, reader.formats[name]):
+                reader.read(piece).result()
+                assert (piece == 7).all()
+                assert piece.nbytes == {"kv": 48, "conv": 24, "recurrent": 0}[name]
 
 
 @pytest.mark.parametrize("nth", [2, 3])
