@@ -496,7 +496,7 @@ def test_several_answers_compute_their_prompt_once(folder: Path) -> None:
 # --- states that leave the device ---
 
 
-@pytest.mark.parametrize("options", [{}, {"chunked_prefill_size": 24}, {"max_running_requests": 3}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"chunked_prefill_size": 24, "max_running_requests": 3}], ids=str)
 def test_a_tree_in_two_tiers(reference: tuple[Any, Path], options: dict[str, Any]) -> None:
     """A pool that holds a sixth of it: what a second round finds has been on the host."""
     model, folder = reference
