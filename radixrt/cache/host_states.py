@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
-
 import numpy as np
 
 from memory_pool.kv_transfers import KVTransfer, KVTransfers
 from memory_pool.slot_allocator import SlotAllocator
 from radixrt.arrays import Int32Array
 from radixrt.cache.radix_tree import Node
+
+# What states are worth, least first: ends of answers that one lease has gone on from, to a later end; ends that
+# none has gone on from; all others, such as those of places where prompts part.
+PASSED, END, SHARED = 0, 1, 2
 
 
 class HostStates:
@@ -21,7 +23,7 @@ class HostStates:
 
     Attributes:
         kept: by state, the node that has it.
-        ends: those of ends of answers with which no lease has begun.
+        expected: the node that a lease is about to begin with: its state makes no room.
         tokens_each: as many tokens have KV of a state's size.
         stored, loaded: states that were copied to the host, and back.
     """
@@ -30,36 +32,32 @@ class HostStates:
         self.allocator, self.tokens_each = allocator, tokens_each
         self.kept: dict[int, Node] = {}
         self.stored = self.loaded = 0
-        self.ends = set[int]()
+        self.expected: Node | None = None
         self._transfers = transfers
 
-    def store(self, node: Node, *, is_end: bool) -> None:
+    def store(self, node: Node) -> None:
         """Copy the state of a node, which the device gives up, unless the host has it, or the node is in no tier,
-        or what would have to go was used later: the one used longest ago, of ends of answers that nobody has gone
-        on from, if they are more than half of all, and else of the others.
+        or all that is kept is worth more, or as much and was used later.
         """
         if node.host_state or not len(node.tokens):
             return
         taken = self.allocator.alloc(1)
         if taken is None:
-            of_ends = 2 * len(self.ends) > self.allocator.capacity
-            kind = (kept for state, kept in self.kept.items() if (state in self.ends) == of_ends)
-            oldest = min(kind, key=attrgetter("last_access"))
-            if oldest.last_access >= node.last_access:
+            others = (kept for kept in self.kept.values() if kept is not self.expected)
+            least = min(others, key=_use_of, default=None)
+            if least is None or _use_of(least) >= _use_of(node):
                 return
-            self.drop(oldest)
+            self.drop(least)
             taken = self.allocator.alloc(1)
             assert taken is not None  # one has just gone
         state = node.host_state = int(taken[0])
         self.kept[state] = node
-        if is_end:
-            self.ends.add(state)
         self._transfers.book(KVTransfer(True, _one(node.state), taken, of_states=True))
         self.stored += 1
 
     def load(self, node: Node, state: int) -> None:
         """Copy a node's state to one on the device, which is free."""
-        assert node.host_state  # nothing that was stored to make room was used later
+        assert node.host_state  # it was expected
         self._transfers.book(KVTransfer(False, _one(node.host_state), _one(state), of_states=True))
         self.loaded += 1
 
@@ -67,8 +65,11 @@ class HostStates:
         """Forget the state of a node."""
         state, node.host_state = node.host_state, 0
         del self.kept[state]
-        self.ends.discard(state)
         self.allocator.free(_one(state))
+
+
+def _use_of(node: Node) -> tuple[int, int]:
+    return node.worth, node.last_access
 
 
 def _one(state: int) -> Int32Array:

@@ -273,9 +273,10 @@ class PrefixCache(CountsHits):
         borrowed = 0 if loan is None else loan.end - match.length
         if self.rows.num_free and len(tokens) - matched - borrowed + reserve <= self.available:
             slots = EMPTY
-            if matched < match.length or match.node.host_state:
-                self.tree.touch(match.node)  # so other tokens and states leave first to make room
             if matched < match.length:
+                self.tree.touch(match.node)  # so other tokens leave first to make room
+                if self.states is not None:
+                    self.states.expect(match.node)
                 slots = self._alloc(match.length - matched)
         if slots is None:
             self.tree.unlock(node)

@@ -63,6 +63,7 @@ class Node:
     hits: int = 0  # requests that found it when they were admitted, or borrowed it
     state: int = 0  # that was kept on the device where it ends; 0: none
     host_state: int = 0  # on the host, likewise
+    worth: int = 2  # of the state: see HostStates
 
     @property
     def has_state(self) -> bool:

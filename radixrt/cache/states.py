@@ -28,7 +28,7 @@ import numpy as np
 
 from memory_pool.slot_allocator import SlotAllocator
 from radixrt.arrays import Int32Array
-from radixrt.cache.host_states import HostStates
+from radixrt.cache.host_states import END, PASSED, SHARED, HostStates
 from radixrt.cache.radix_tree import DEVICE, Node
 
 NO_STATE = 0
@@ -73,15 +73,22 @@ class States:
         """How much a lease that begins with a node's state loads, in tokens: 0 where the device has it."""
         return self.host.tokens_each if self.host is not None and node.host_state and not node.state else 0
 
+    def expect(self, node: Node | None) -> None:
+        """Let no state that is stored take the place of the one that a lease is about to begin with."""
+        if self.host is not None:
+            self.host.expected = node
+
     def begin(self, row: int, node: Node, passes: tuple[int, int]) -> bool:
         """Let a new lease begin with a node's state, and have one of its own, for which another may have to go; as
-        for one that is loaded, if only the host has the node's, which was used last. False if there is none, at
-        least until passes in flight have ended.
+        for one that is loaded, if only the host has the node's. False if there is none, at least until passes in
+        flight have ended.
         """
+        self.expect(node)
         self._readers[node.state] += 1  # which must not go
         reserved, loads = FOR_FRESH if self._num_begun else 0, self.loads(node) > 0
         self.make_room(1 + reserved + loads, passes)
         self._readers[node.state] -= 1
+        self.expect(None)
         # What is loaded is read by the coming pass, and may go then: it takes what is reserved.
         own = self._taken() if self.allocator.num_free > max(reserved, int(loads)) else None
         if own is None:
@@ -97,8 +104,7 @@ class States:
         self._num_begun += 1
         self.ends.discard(node.state)
         self.unused.discard(node.state)
-        if self.host is not None:
-            self.host.ends.discard(node.host_state)
+        node.worth = PASSED if node.worth == END else SHARED
         return True
 
     def step(self, row: int, keep_at: int | None, passes: tuple[int, int]) -> tuple[int, int]:
@@ -138,6 +144,7 @@ class States:
             if at == position and not node.state:
                 self.keep(state, node)
                 self.unused.add(state)
+                node.worth = SHARED
             elif self.at[row] == state:  # its next pass needs it: it becomes the lease's own
                 self._give_up(int(self.own[row]), passes)
                 self._readers[state] -= 1
@@ -157,6 +164,8 @@ class States:
         if node is not None and not node.state and node.parent is not None and at == own:
             self.keep(own, node)
             self.ends.add(own)
+            if not node.host_state:
+                node.worth = END
         else:
             self._give_up(own, passes)
         for state in self.fresh.pop(row, {}).values():
@@ -210,7 +219,7 @@ class States:
         """Give up the state that is kept at a node, to the host if it takes it."""
         state = node.state
         if self.host is not None:
-            self.host.store(node, is_end=state in self.ends)
+            self.host.store(node)
         node.state = NO_STATE
         del self.kept[state]
         self.ends.discard(state)

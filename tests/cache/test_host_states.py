@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Iterator
@@ -13,13 +14,20 @@ import pytest
 import torch
 
 from memory_pool.kv_transfers import KVTransfer, KVTransfers
+from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.slot_allocator import SlotAllocator
 from radixrt import FinishReason, ParameterError, PassError, RequestOutput, Runtime, SamplingParams, limits
-from radixrt.cache.host_states import HostStates
+from radixrt.cache.host_states import END, PASSED, SHARED, HostStates
+from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.cache.radix_tree import DEFAULT_NAMESPACE, DEVICE, HOST, Node, RadixTree
-from radixrt.cache.states import States
+from radixrt.cache.states import States, states_of
+from radixrt.engine.engine import Engine
 from radixrt.execution.executor import Executor
 from radixrt.execution.kv_mover import KVMover
+from radixrt.planning.simulated import DistinctRunner
+from radixrt.schedule.policy import SchedulePolicy, SchedulerConfig
+from radixrt.schedule.request import Request
+from radixrt.schedule.scheduler import Scheduler
 from tests.support.checkpoints import VOCAB_SIZE, qwen3_5, write
 from tests.support.world.world import Sizes, World
 
@@ -50,8 +58,7 @@ class Tier:
         taken = self.states.allocator.alloc(1)
         assert taken is not None
         self.states.keep(int(taken[0]), node)
-        if is_end:
-            self.states.ends.add(node.state)
+        node.worth = END if is_end else SHARED
         return node
 
     def give_up(self, *nodes: Node) -> None:
@@ -84,40 +91,55 @@ def test_what_is_older_than_all_that_is_stored_is_not() -> None:
     assert len(tier.transfers.take()) == tier.host.stored == 1
 
 
-def test_ends_of_answers_and_others_have_half_each() -> None:
-    """However many of one kind come, and however old the other kind is."""
-    tier = Tier(4)
-    others, ends = [1, 2, 3, 4, 5], [11, 12, 13, 14, 15]
-    tier.give_up(*[tier.node(token) for token in others])
-    assert tier.stored() == [2, 3, 4, 5]
-    for token, left in zip(ends, ([3, 4, 5, 11], [4, 5, 11, 12], [5, 11, 12, 13]), strict=False):
-        tier.give_up(tier.node(token, is_end=True))
-        assert tier.stored() == left
-    tier.give_up(*[tier.node(token, is_end=True) for token in ends[3:]])
-    assert tier.stored() == [5, 13, 14, 15]  # three of four: then they make room for each other
-    for token, left in ((6, [5, 6, 14, 15]), (7, [6, 7, 14, 15]), (8, [7, 8, 14, 15])):
-        tier.give_up(tier.node(token))
-        assert tier.stored() == left
+def test_ends_of_answers_make_room_and_take_none() -> None:
+    """However old what else there is may be, and those used longest ago first."""
+    tier = Tier(3)
+    used, first, second, third = tier.node(1), *(tier.node(token, is_end=True) for token in (2, 3, 4))
+    tier.give_up(used, first, second, third)
+    assert tier.stored() == [1, 3, 4]
+    tier.give_up(tier.node(5), tier.node(6))
+    assert tier.stored() == [1, 5, 6]
+    tier.give_up(tier.node(7, is_end=True))
+    assert tier.stored() == [1, 5, 6]
 
 
-def test_an_end_that_a_lease_begins_with_is_none_any_more() -> None:
-    tier = Tier(2)
-    end = tier.node(1, is_end=True)
+def test_an_end_that_one_has_gone_on_from_makes_room_first() -> None:
+    """A later end is there, or comes. One that two have begun with is shared."""
+    tier = Tier(3)
+    nodes = [tier.node(token, is_end=True) for token in (1, 2, 3)]
     tier.states.make_room(20, (0, 0))
-    assert tier.host.ends == {end.host_state}
-    assert tier.states.begin(0, end, (0, 0))
-    assert tier.host.ends == tier.states.ends == set()
+    for row, node in enumerate((nodes[1], nodes[2], nodes[2])):
+        tier.tree.touch(node)
+        assert tier.states.begin(row, node, (0, 0))
+        tier.states.step(row, None, (0, 0))
+    assert [node.worth for node in nodes] == [END, PASSED, SHARED]
+    for token, left in ((4, [1, 3, 4]), (5, [3, 4, 5]), (6, [3, 5, 6])):
+        tier.give_up(tier.node(token, is_end=token != 6))
+        assert tier.stored() == left
 
 
 @pytest.mark.parametrize("is_end", [False, True])
-def test_nothing_takes_the_place_of_what_was_used_last(is_end: bool) -> None:
-    """So a lease begins with it, whatever is stored to make room."""
+def test_nothing_takes_the_place_of_what_is_expected(is_end: bool) -> None:
     tier = Tier(1)
     expected, *others = tier.node(1, is_end=is_end), tier.node(2), tier.node(3, is_end=True)
     tier.give_up(expected)
-    tier.tree.touch(expected)
+    tier.states.expect(expected)
     tier.give_up(*others)
     assert tier.stored() == [1]
+    tier.states.expect(None)
+    tier.give_up(tier.node(4))
+    assert tier.stored() == [4]
+
+
+def test_what_a_lease_begins_with_is_loaded_whatever_makes_room() -> None:
+    """Its own end is worth less than what the device gives up for it."""
+    tier = Tier(1, num_states=2)
+    end = tier.node(1, is_end=True)
+    tier.states.make_room(2, (0, 0))
+    tier.node(2), tier.node(3)
+    assert tier.states.begin(0, end, (0, 0))
+    assert end.state > 0
+    assert tier.host.loaded == 1
 
 
 def test_what_the_host_has_is_not_stored_again() -> None:
@@ -327,6 +349,42 @@ def test_a_kept_cache_has_states_of_both_tiers() -> None:
     assert (stats.host_states, stats.loaded_states) == (0, 0)
     assert run(there, C, B) == [9, 9]
     there.drain()
+
+
+def hits(kind: str, num_host_states: int) -> float:
+    """Of prompts one after the other, in rounds of random order, with few states on the device: documents, each
+    with a new question, beside requests that come once; or chats, of which each has a turn.
+    """
+    rng = np.random.default_rng(0)
+    rows = ReqToTokenPool(6, 2048)
+    cache = PrefixCache(
+        rows,
+        SlotAllocator(3000),
+        host_slots=SlotAllocator(40_000) if num_host_states else None,
+        states=states_of(10, rows.max_requests),
+        host_states=SlotAllocator(num_host_states + 1) if num_host_states else None,
+    )
+    engine = Engine(Scheduler(cache, SchedulerConfig(4, 1024, 8, SchedulePolicy.FCFS)), DistinctRunner())
+    known = [rng.integers(0, 2**20, 300).tolist() for _ in range(20)]
+    params, index = SamplingParams(max_new_tokens=20), itertools.count()
+    for _ in range(6):
+        for k in rng.permutation(20):
+            new = rng.integers(0, 2**20, 40).tolist()
+            for prompt in [[*known[k], *new]] + [rng.integers(0, 2**20, 50).tolist()] * (kind == "documents"):
+                ids = np.array(prompt, np.int32)
+                (answer,) = engine.submit_all([Request(next(index), ids, params, max_new_tokens=20, seed=0)])
+                while engine.has_work:
+                    engine.step()
+                if kind == "chats":
+                    known[k] = answer.tokens().tolist()
+    return cache.cached_tokens / cache.prompt_tokens
+
+
+@pytest.mark.parametrize(("kind", "num_host_states", "least"), [("documents", 20, 0.4), ("chats", 20, 0.7)])
+def test_hits_of_a_host_with_as_many_states_as_prefixes(kind: str, num_host_states: int, least: float) -> None:
+    """The states that others leave behind do not push out those that are to come."""
+    assert hits(kind, 0) < 0.2
+    assert hits(kind, num_host_states) >= least
 
 
 # -- the Runtime -------------------------------------------------------------------------------------------------
