@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -29,11 +30,17 @@ class StateLayout:
     conv_dtype: torch.dtype
 
     @property
+    def parts(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of what a layer keeps of a sequence, by name."""
+        return {
+            "conv": (self.conv_dtype, (self.conv_channels, self.conv_width - 1)),
+            "recurrent": (torch.float32, (self.num_heads, self.key_dim, self.value_dim)),
+        }
+
+    @property
     def bytes_per_state(self) -> int:
         """Of one sequence's state in all layers."""
-        conv = self.conv_channels * (self.conv_width - 1) * self.conv_dtype.itemsize
-        recurrent = self.num_heads * self.key_dim * self.value_dim * torch.float32.itemsize
-        return self.num_layers * (conv + recurrent)
+        return self.num_layers * sum(dtype.itemsize * math.prod(shape) for dtype, shape in self.parts.values())
 
 
 @dataclass(frozen=True)

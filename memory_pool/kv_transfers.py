@@ -1,4 +1,6 @@
-"""Copies of KV between device and host that are booked and not yet made. Numpy only, like the free lists."""
+"""Copies of KV and of states between device and host that are booked and not yet made. Numpy only, like the free
+lists.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,20 @@ from memory_pool.slot_allocator import Slots
 
 @dataclass(frozen=True)
 class KVTransfer:
-    """Copy the KV of tokens in all layers from slots of one tier to distinct ones of the other, `[n]` int32."""
+    """Copy the KV of tokens in all layers from slots of one tier to distinct ones of the other, `[n]` int32; or
+    states of sequences, likewise.
+    """
 
     to_host: bool
     sources: Slots
     targets: Slots
+    of_states: bool = False
 
 
 @dataclass
 class KVTransfers:
-    """Transfers in the order in which they must be made: each may read or reuse slots of earlier ones.
+    """Transfers in the order in which they must be made: each may read or reuse slots of earlier ones. Those of KV
+    and those of states have no memory in common, so that each kind has its own order.
 
     All are made before the next pass. Transfers that were taken and not made are given back; none may be made
     twice, as its source may have been overwritten since.
@@ -38,7 +44,8 @@ class KVTransfers:
     def take(self) -> deque[KVTransfer]:
         """The transfers booked since the last call, merged as far as their order allows."""
         booked, self.booked = self.booked, deque()
-        runs = groupby(booked, key=lambda transfer: transfer.to_host)
+        by_kind = sorted(booked, key=lambda transfer: transfer.of_states)  # stable
+        runs = groupby(by_kind, key=lambda transfer: (transfer.of_states, transfer.to_host))
         return deque(transfer for _, run in runs for transfer in _merged([*run]))
 
     def give_back(self, transfers: deque[KVTransfer]) -> None:
@@ -54,5 +61,6 @@ def _merged(run: Sequence[KVTransfer]) -> Sequence[KVTransfer]:
         run[0].to_host,
         np.concatenate([transfer.sources for transfer in run]),
         np.concatenate([transfer.targets for transfer in run]),
+        run[0].of_states,
     )
     return run if len(np.unique(merged.targets)) < len(merged.targets) else [merged]

@@ -1,4 +1,4 @@
-"""The states of sequences on the device: one allocation for each part of a state, and the free list."""
+"""The states of sequences, on the device and on the host: for each part of a state one allocation; free lists."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from memory_pool.kv_layout import StateLayout
+from memory_pool.page_lock import lock_with
 from memory_pool.slot_allocator import SlotAllocator
 
 
@@ -43,3 +44,35 @@ class StatePool:
     def view(self, layer_id: int) -> StateView:
         """A layer's part; `layer_id` counts the layers that keep states."""
         return StateView(self.conv[layer_id], self.recurrent[layer_id])
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """`conv` and `recurrent`, each `[num_layers, num_states, ...]`."""
+        return self.conv, self.recurrent
+
+
+class HostStatePool:
+    """Host memory for `num_states` states of a pool; page-locked if that pool is on a GPU.
+
+    `parts` are like the pool's, but their memory is state-major: each part of a state crosses the link in one
+    piece. State 0 is reserved here, too. Raises RuntimeError where the memory cannot be allocated or page-locked.
+    """
+
+    def __init__(self, num_states: int, pool: StatePool) -> None:
+        self.allocator = SlotAllocator(num_states)
+        parts = []
+        for part in pool.parts:
+            num_layers, _, *shape = part.shape
+            memory = torch.empty((num_states, num_layers, *shape), dtype=part.dtype, device="cpu")
+            lock_with(self, memory, part.device)
+            parts.append(memory.transpose(0, 1))
+        self.parts = tuple(parts)
+
+
+def as_slots(part: Tensor) -> Tensor:
+    """A part of states `[num_layers, num_states, ...]`, the rest contiguous, as `kv_copy` takes it: a view
+    `[num_layers, 2, num_states, 1, bytes of half of it]` int8.
+    """
+    rows = part.flatten(2).view(torch.int8)
+    num_layers, num_states, num_bytes = rows.shape
+    return rows.view(num_layers, num_states, 2, 1, num_bytes // 2).permute(0, 2, 1, 3, 4)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import weakref
-from collections.abc import Iterator
-
 import torch
 
 from memory_pool.kv_layout import KVLayout
+from memory_pool.page_lock import lock_with
 from memory_pool.slot_allocator import SlotAllocator
-from memory_pool.state_pool import StatePool
+from memory_pool.state_pool import HostStatePool, StatePool
 from triton_ops.e4m3 import E4M3
 from triton_ops.kv.view import KVView
 
@@ -50,46 +47,15 @@ class HostKVPool:
     """Host memory for `num_slots` tokens of a pool's KV; page-locked if that pool is on a GPU.
 
     `buffer` is like the pool's, but its memory is token-major: the KV of a token crosses the link in one piece.
-    Raises RuntimeError where the memory cannot be allocated or page-locked.
+    Beside it are `states`, `num_states` of them, where the pool has some. Raises RuntimeError where the memory
+    cannot be allocated or page-locked.
     """
 
-    def __init__(self, num_slots: int, kv_pool: TokenToKVPool) -> None:
+    def __init__(self, num_slots: int, kv_pool: TokenToKVPool, *, num_states: int = 2) -> None:
         self.allocator = SlotAllocator(num_slots)
         num_layers, two, _, num_kv_heads, head_dim = kv_pool.buffer.shape
         shape, device = (num_slots, num_layers, two, num_kv_heads, head_dim), kv_pool.buffer.device
         memory = torch.empty(shape, dtype=kv_pool.buffer.dtype, device="cpu")
         self.buffer = memory.permute(1, 2, 0, 3, 4)
-        if device.type == "cuda":
-            page_lock(memory, device)
-            weakref.finalize(self, _unlock_pages, memory.data_ptr(), device).atexit = False
-
-
-def page_lock(buffer: torch.Tensor, device: torch.device) -> None:
-    """Lock a buffer's pages, so that a GPU reads and writes them. Raises RuntimeError."""
-    # Not `pin_memory=True`: that rounds the size up to a power of two.
-    with torch.cuda.device(device):
-        status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)  # type: ignore[no-untyped-call]
-    if int(status) != 0:
-        # CUDA reports the failure again at the next call: swallow it here.
-        with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device=device)
-        raise RuntimeError(f"{buffer.nbytes:,} bytes of host memory cannot be page-locked: {status}")
-
-
-@contextlib.contextmanager
-def page_locked(buffer: torch.Tensor, device: torch.device) -> Iterator[None]:
-    """Lock a buffer's pages inside, if `device` is a GPU. Raises RuntimeError."""
-    if device.type != "cuda":
-        yield
-        return
-    page_lock(buffer, device)
-    try:
-        yield
-    finally:
-        _unlock_pages(buffer.data_ptr(), device)
-
-
-def _unlock_pages(address: int, device: torch.device) -> None:
-    with torch.cuda.device(device):
-        torch.cuda.synchronize()  # a copy under way reads or writes these pages
-        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+        lock_with(self, memory, device)
+        self.states = None if kv_pool.states is None else HostStatePool(num_states, kv_pool.states)

@@ -15,12 +15,14 @@ import torch
 
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from radixrt.cache.prefix_cache import PrefixCache
+from radixrt.cache.snapshot import Loaded, Saved
 from radixrt.cache.states import States
 from radixrt.config import RuntimeConfig
 from radixrt.engine.engine import Engine
 from radixrt.engine.parts import Parts, request_output
 from radixrt.errors import DeviceLostError, ParameterError, RadixrtError
 from radixrt.frontend.request_builder import RequestBuilder, chatting_tokenizer
+from radixrt.kept_cache.cache_file import KV
 from radixrt.kept_cache.identity import cache_identity, weight_fingerprint, weight_fingerprint_of_ranks
 from radixrt.kept_cache.storage import CacheStorage
 from radixrt.limits import RunLimits
@@ -55,7 +57,7 @@ class LoadedModel:
         if self._fingerprint is None:
             self._fingerprint = self._fingerprinted()
         placement, (fingerprint, scales) = self.decoder.placement, self._fingerprint
-        return cache_identity(self._rank.config, fingerprint, placement, self.storage.format, scales)
+        return cache_identity(self._rank.config, fingerprint, placement, self.storage.formats, scales)
 
     def _fingerprinted(self) -> tuple[str, torch.Tensor | None]:
         """Of the whole model's weights; and the scales of all heads `[num_layers, 2, num_kv_heads]`."""
@@ -68,7 +70,7 @@ class LoadedModel:
         fingerprint = weight_fingerprint_of_ranks(whole, [each.checksums for each in found])
         if self.kv_pool.scales is None:
             return fingerprint, None
-        scales = torch.empty(self.storage.part.token_shape[:3], device="cpu")
+        scales = torch.empty(self.storage.parts[KV].row_shape[:3], device="cpu")
         for each in found:
             first_layer, end_layer, first_head, end_head = each.place
             assert each.scales is not None
@@ -99,10 +101,10 @@ class LoadedModel:
         if followers is not None:
             followers.wait_for(*asked)
 
-    def save_cache(self, path: Path, weights_version: int, *, progress: bool) -> int:
+    def save_cache(self, path: Path, weights_version: int, *, progress: bool) -> Saved:
         return self.storage.save(path, weights_version, self.identity(), progress=progress)
 
-    def load_cache(self, path: Path, weights_version: int, *, progress: bool) -> tuple[int, int]:
+    def load_cache(self, path: Path, weights_version: int, *, progress: bool) -> Loaded:
         return self.storage.load(path, weights_version, self.identity(), progress=progress)
 
 
@@ -158,17 +160,20 @@ def _assembled(
     if config.pipeline_parallel_size > 1 and not on_gpu:  # this rank computes later than is planned
         rows, own_rows = ReqToTokenPool(rows.max_requests, rows.max_context_len), rows
     runner = rank.runner if followers is None else LeadingRunner(rank.runner, followers, own_rows)
-    states = kv_pool.states
+    states, host_states = kv_pool.states, None if host_pool is None else host_pool.states
+    layout = rank.config.kv_layout(kv_pool.buffer.dtype, state_dtype=decoder.placement.dtype)
     cache = PrefixCache(
         rows,
         kv_pool.allocator,
         host_slots=host,
         states=None if states is None else States(states.allocator, rows.max_requests),
+        host_states=None if host_states is None else host_states.allocator,
+        tokens_each_state=-(-layout.bytes_per_state // layout.bytes_per_token),
         enabled=enabled,
         force_miss=config.force_miss,
     )
-    part = rank.kv_part
-    storage = CacheStorage(cache, part, None if followers is None else KeptParts(followers, part))
+    kept = rank.kept_parts
+    storage = CacheStorage(cache, kept, None if followers is None else KeptParts(followers, kept))
     running, chunk, policy = limits.max_running_requests, limits.chunked_prefill_size, config.schedule_policy
     lanes = config.num_lanes
     scheduler = Scheduler(

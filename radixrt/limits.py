@@ -51,7 +51,7 @@ _MAX_SHARE = 0.15  # of the free memory, for what grows with the requests at onc
 _TOKENS_A_REQUEST = 256  # that the KV pool should hold for each
 # Where layers keep states, of the free memory, for those of requests and the KV of so many tokens of each:
 _SHARE_OF_REQUESTS, _TOKENS_BESIDE_A_STATE = 0.75, 1024
-_SHARE_OF_KEPT = 0.25  # at most, of what the states of requests leave, for those that are kept
+_SHARE_OF_KEPT = 0.25  # at most, of what the states of requests leave, for those that are kept; and of a host tier
 _FEWEST_KEPT = 64  # states: a tree of prompts parts at several depths
 
 
@@ -101,6 +101,11 @@ def states_in_pool(limits: PassLimits, free: int, bytes_per_state: int) -> int:
         )
     fitting = int(_SHARE_OF_KEPT * left) // bytes_per_state
     return own + min(max(limits.max_running_requests, _FEWEST_KEPT), fitting)
+
+
+def states_on_host(num_bytes: int, bytes_per_state: int) -> int:
+    """How many states are in so much host memory, where layers keep some: in a quarter of it."""
+    return int(_SHARE_OF_KEPT * num_bytes) // max(1, bytes_per_state)  # a stage may have none of these layers
 
 
 @dataclass(frozen=True)

@@ -531,7 +531,7 @@ class Runtime:
         self._driver.while_idle(lambda: self.parts.model.reload(source, before_change=forget))
 
     def save_cache(self, path: str | Path, *, progress: bool = False) -> int:
-        """Write all cached prefixes, of all tenants and tiers, with their KV to a file that `load_cache` reads.
+        """Write all cached prefixes, of all tenants and tiers, with KV and states to a file for `load_cache`.
 
         Running requests end first, and new ones wait. The file is safetensors, in a folder that exists. It is
         written beside `path` and renamed when it is whole and durable: `path` always holds the old or the new one.
@@ -540,36 +540,42 @@ class Runtime:
         link or has content that is no kept cache; DeviceLostError if a rank is lost.
         """
         self.check_keeps_a_cache("save_cache")
-        return self._driver.while_idle(
+        saved = self._driver.while_idle(
             lambda: self.parts.model.save_cache(Path(path), self._builder.weights_version, progress=progress)
         )
+        return saved.tokens
 
     def load_cache(self, path: str | Path, *, progress: bool = False) -> int:
         """Load the prefixes of a file that a Runtime of the same weights, dtype and rope wrote with `save_cache`.
 
-        Running requests end first, and new ones wait. Prefixes go to free slots, the last used first, and evict
-        nothing; they are the first to be evicted, to the host if there is a tier. Any number of ranks may
-        have saved them.
+        Running requests end first, and new ones wait. Prefixes go to free slots, their states to free ones, the
+        last used first, and evict nothing; they are the first to be evicted, to the host if there is a tier. Any
+        number of ranks may have saved them.
 
-        Returns how many tokens were loaded; too few slots are logged as a warning. Raises CacheFileError if the
-        file is missing, cut short or altered, or of another model; nothing of it is used then. Raises
+        Returns how many tokens were loaded; too few slots or states are logged as a warning. Raises CacheFileError
+        if the file is missing, cut short or altered, or of another model; nothing of it is used then. Raises
         DeviceLostError if a rank is lost.
         """
         self.check_keeps_a_cache("load_cache")
-        loaded, left_out = self._driver.while_idle(
+        loaded = self._driver.while_idle(
             lambda: self.parts.model.load_cache(Path(path), self._builder.weights_version, progress=progress)
         )
-        if left_out:
-            left = f"{left_out:,} are left out for lack of free slots"
-            _log.warning("%s: %s of its tokens are loaded, %s", path, f"{loaded:,}", left)
-        return loaded
+        for what, count, left_out in (
+            ("tokens", loaded.tokens, loaded.left_out),
+            ("states", loaded.states, loaded.left_out_states),
+        ):
+            if left_out:
+                room = "slots" if what == "tokens" else what
+                left = f"{left_out:,} are left out for lack of free {room}"
+                _log.warning("%s: %s of its %s are loaded, %s", path, f"{count:,}", what, left)
+        return loaded.tokens
 
     def check_keeps_a_cache(self, name: str) -> None:
         """Raise ParameterError where `save_cache` or `load_cache`, by `name`, would."""
-        if self.parts.limits.num_states:
+        if self.parts.limits.num_states and self.parts.config.num_ranks > 1:
             raise ParameterError(
-                f"{name} keeps KV alone, but layers of this model keep a state of each sequence, without which "
-                "nothing is reused"
+                f"{name} keeps states that one rank has whole, but layers of this model keep a state of each "
+                f"sequence, of which {self.parts.config.num_ranks} ranks have a part each"
             )
         if not self.parts.cache.enabled:
             raise ParameterError(f"{name} needs a prefix cache, but enable_prefix_cache is False")

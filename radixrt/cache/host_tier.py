@@ -40,10 +40,10 @@ class HostTier:
             left -= len(freed[-1])
         return np.concatenate(freed)
 
-    def load(self, end: Node, top: Node, slots: Slots) -> int:
-        """Put the path from `top` to `end`, which only the host has, in `slots` too. Returns how many it takes."""
+    def load(self, end: Node, slots: Slots) -> int:
+        """Put what only the host has of the path to `end` in `slots` too. Returns how many it takes."""
         loaded = 0
-        for node in reversed(list(self.tree.path(end, until=top))):
+        for node in reversed([node for node in self.tree.path(end) if node.slots[DEVICE] is None]):
             host_slots = node.slots[HOST]
             assert host_slots is not None  # it is nowhere else
             own = slots[loaded : loaded + len(node.tokens)]

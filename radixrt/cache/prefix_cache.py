@@ -13,9 +13,10 @@ Every slot is in exactly one of these states; docs/architecture/ownership.md dra
 A lease may be made for the pass that computes a part of its prefix for another lease, its lender: until that pass
 is booked, its row names the lender's private slots for these positions. See `Loan`.
 
-With a host tier, a match may go on in nodes that only the host has; these are loaded when a lease is acquired. The
-books here say at once what will be true once `transfers` have been made. No pass in flight minds: an evicted slot
-was computed by passes that have ended and is read by none, and none reads or writes a free slot.
+With a host tier, a match may go on in nodes that only the host has; these are loaded when a lease is acquired, and
+so is the state that it begins with, where there are states. The books here say at once what will be true once
+`transfers` have been made. No pass in flight minds: an evicted slot was computed by passes that have ended and is
+read by none, and none reads or writes a free slot.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from memory_pool.kv_transfers import KVTransfers
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.slot_allocator import SlotAllocator
 from radixrt.arrays import Int32Array
+from radixrt.cache.host_states import HostStates
 from radixrt.cache.host_tier import HostTier
 from radixrt.cache.radix_tree import EMPTY, Match, Namespace, Node, RadixTree, Slots, Tokens, common_prefix
 from radixrt.cache.snapshot import Adoption, TreeSnapshot, adopt, plan_adoption
@@ -53,7 +55,7 @@ class Lease:
     node: Node  # the end of the committed part of its tokens; locked
     committed: int  # positions whose slots belong to the tree
     matched: int  # positions that were found in the tree when the lease was made, or lent
-    loaded: int  # those of them that only the host had
+    loaded: int  # what only the host had: so many of them, and for a state as many as have KV of its size
     tokens: Tokens  # `[n]`, all that it computes for others, as was said last
     allocated_lens: NDArray[np.int32]  # the cache's
     begun: int  # passes that had been launched when it was made
@@ -123,6 +125,10 @@ class CacheStats(CountsHits):
     state_pending: int = 0
     state_ends: int = 0  # of those that are kept: ends of answers that no request has gone on from
     state_unused: int = 0  # left where prompts part, with which no request has begun yet
+    stored_states: int = 0  # of sequences, copied to the host
+    loaded_states: int = 0  # copied back from it
+    host_states: int = 0  # that have a copy on the host
+    kept_states: int = 0  # at ends of prefixes, in one tier or both
 
     @property
     def host_tokens(self) -> int:
@@ -150,6 +156,8 @@ class PrefixCache(CountsHits):
         host_slots: SlotAllocator | None = None,  # of the host's KV pool; None: evicted tokens are forgotten
         min_store_tokens: int = 256,  # see `HostTier`
         states: States | None = None,  # of a model that has some: prefixes are of use up to where one was kept
+        host_states: SlotAllocator | None = None,  # of the host's pool of them
+        tokens_each_state: int = 1,  # see `HostStates`
         enabled: bool = True,  # False: nothing is matched and nothing is published
         force_miss: bool = False,  # nothing is matched, but everything is published and remapped as usual
     ) -> None:
@@ -160,6 +168,8 @@ class PrefixCache(CountsHits):
         self.host: HostTier | None = None
         if host_slots is not None:
             self.host = HostTier(self.tree, host_slots, self.transfers, min_store_tokens)
+        if states is not None and host_states is not None:
+            states.host = HostStates(host_states, self.transfers, tokens_each_state)
         self.leases: set[Lease] = set()  # live ones, and released ones that are pending
         self.frontiers: dict[Frontier, list[Lease]] = {}  # of live leases that compute something for others
         # By frontier, those of live leases that were made for the coming pass and compute something for others in
@@ -246,7 +256,7 @@ class PrefixCache(CountsHits):
     def _recomputing(self, match: Match, tokens: Tokens, limit: int) -> Lease | None:
         """A lease that computes again what `match` has of its tokens, or a part, and will leave a state there."""
         assert self.states is not None
-        least = match.on_device.at_state.length + self.states.least_gain
+        least = match.at_state.length + self.states.least_gain
         node: Node | None = match.node
         end = match.length
         if not match.at_boundary:
@@ -296,17 +306,17 @@ class PrefixCache(CountsHits):
         the match is borrowed where there is a `loan`. Returns None, having at most split an edge, if there is no
         row, or if after locking the match fewer slots are available than `reserve` and all tokens need that are
         not on the device and not borrowed. Where there are states, what counts is the match up to the last one;
-        its own pass will leave another where the whole match ends. None, too, if there is none for its own.
+        its own pass will leave another where the whole match ends. None, too, having loaded tokens at most, if
+        there is none for its own.
         """
-        on_device = match.on_device
         stops: list[int] = []
         stateless = 0
         if self.states is not None:
-            whole = on_device.length
-            match = on_device = self.usable(match)
+            whole, match = match.length, self.usable(match)
             stateless = whole - match.length
             if stateless >= self.states.least_gain:
                 stops.append(whole)
+        on_device = match.on_device
         node, matched, loaded = self.tree.node_at(namespace, on_device), on_device.length, 0
         self.tree.lock(node)  # shrinks what is available, so the budget is checked after it
         slots: Slots | None = None
@@ -315,20 +325,24 @@ class PrefixCache(CountsHits):
             slots = EMPTY
             if matched < match.length:
                 self.tree.touch(match.node)  # so other tokens leave first to make room
+                if self.states is not None:
+                    self.states.expect(match.node)
                 slots = self._alloc(match.length - matched)
         if slots is None:
             self.tree.unlock(node)
             return None
         row = self.rows.alloc()
         assert row is not None  # one is free
-        if self.states is not None and not self.states.begin(row, node, self.passes):
-            self.rows.free(row)
-            self.tree.unlock(node)
-            return None
-        self.stateless_tokens += stateless
         if len(slots):
-            node, loaded = self._load(node, namespace, tokens[: match.length], slots)
-            matched += loaded
+            node, matched, loaded = self._load(node, namespace, tokens[: match.length], slots)
+        if self.states is not None:
+            loads_state = self.states.loads(node)
+            if not self.states.begin(row, node, self.passes):
+                self.rows.free(row)
+                self.tree.unlock(node)
+                return None
+            loaded += loads_state
+            self.stateless_tokens += stateless
         self.tree.touch(node, hits=1)
         if matched:
             self.rows.write(row, 0, self.tree.slots_of(node))
@@ -473,27 +487,37 @@ class PrefixCache(CountsHits):
             self.states.pass_ended(self.passes_ended)
 
     def begin_adoption(self, snapshot: TreeSnapshot, weights_version: int) -> Adoption:
-        """Choose the part of a faultless snapshot that is new and finds free slots, most recently used first.
+        """Choose the part of a faultless snapshot that is new and finds free slots and states, most recently used
+        first.
 
-        Nothing is evicted for it. Once the KV is in the slots that it names, `adopt` publishes it; or
+        Nothing is evicted for it. Once KV and states are in those that it names, `adopt` publishes it; or
         `cancel_adoption` frees them. Until then nothing else is to be asked of this cache.
         """
-        kept, taken = plan_adoption(self.tree, snapshot, weights_version, self.slots.num_free)
-        arriving = self.slots.alloc(int(taken.sum()))
+        room_for_states = 0 if self.states is None else self.states.allocator.num_free
+        plan = plan_adoption(self.tree, snapshot, weights_version, self.slots.num_free, room_for_states)
+        slots, states = np.zeros(snapshot.num_tokens, np.int32), np.zeros(len(snapshot), np.int32)
+        arriving = self.slots.alloc(int(plan.tokens.sum()))
         assert arriving is not None  # there are as many
-        self._arriving = len(arriving)
-        slots = np.zeros(len(taken), dtype=np.int32)
-        slots[taken] = arriving
-        return Adoption(snapshot, weights_version, kept, slots)
+        slots[plan.tokens], self._arriving = arriving, len(arriving)
+        if self.states is not None:
+            of_arriving = self.states.allocator.alloc(int(plan.states.sum()))
+            assert of_arriving is not None
+            states[plan.states] = of_arriving
+        return Adoption(snapshot, weights_version, plan.kept, slots, states, plan.left_out_states)
 
     def adopt(self, adoption: Adoption) -> None:
         """Publish an adoption. It counts as used before all else that is in the tree."""
-        adopt(self.tree, adoption)
+        ends = adopt(self.tree, adoption)
+        if self.states is not None:
+            for place in np.flatnonzero(adoption.states).tolist():
+                self.states.keep(int(adoption.states[place]), ends[place])
         self._arriving = 0
 
     def cancel_adoption(self, adoption: Adoption) -> None:
-        """Free the slots of an adoption; the tree stays as it was."""
+        """Free the slots and states of an adoption; the tree stays as it was."""
         self.slots.free(adoption.slots[adoption.slots > 0])
+        if self.states is not None:
+            self.states.allocator.free(adoption.states[adoption.states > 0])
         self._arriving = 0
 
     def evict(self, num_tokens: int) -> None:
@@ -511,6 +535,7 @@ class PrefixCache(CountsHits):
 
     def stats(self) -> CacheStats:
         leases, host = tuple(self.leases), self.host  # another thread may look while this one works
+        host_states = None if self.states is None else self.states.host
         return CacheStats(
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
@@ -529,6 +554,10 @@ class PrefixCache(CountsHits):
             host_free=0 if host is None else host.slots.num_free,
             stateless_tokens=self.stateless_tokens,
             **({} if self.states is None else self.states.figures()),
+            stored_states=0 if host_states is None else host_states.stored,
+            loaded_states=0 if host_states is None else host_states.loaded,
+            host_states=0 if host_states is None else len(host_states.kept),
+            kept_states=0 if self.states is None else self.states.num_kept,
         )
 
     def _alloc(self, count: int) -> Slots | None:
@@ -545,22 +574,27 @@ class PrefixCache(CountsHits):
         self._drop_states()
 
     def _drop_states(self) -> None:
-        """Give up the states of nodes that have left the device."""
-        if self.states is not None and self.tree.states_given_up:
-            self.states.drop(self.tree.states_given_up, self.passes)
-            self.tree.states_given_up.clear()
+        """Give up the states of nodes that have left a tier."""
+        if self.states is not None and self.tree.left:
+            self.states.drop(self.tree.left, self.passes)
+            self.tree.left.clear()
 
-    def _load(self, top: Node, namespace: Namespace, matched: Tokens, slots: Slots) -> tuple[Node, int]:
-        """Load what only the host has of matched tokens, below `top`, into `slots`. Returns their end, locked, and
-        the number of tokens loaded.
+    def _load(self, top: Node, namespace: Namespace, matched: Tokens, slots: Slots) -> tuple[Node, int, int]:
+        """Load what only the host has of matched tokens, below `top`, which is locked, into `slots`. Returns their
+        end, locked in its place, its length, and the number of tokens loaded.
         """
         assert self.host is not None  # it has something
-        # Stores that made room may have dropped the end of the match from the host all the same.
-        end = self.tree.node_at(namespace, self.tree.match(namespace, matched))
-        loaded = self.host.load(end, top, slots)
+        # Stores that made room may have dropped the end of the match from the host all the same, or its state: the
+        # last one may be above `top` then.
+        match = self.tree.match(namespace, matched)
+        if self.states is not None:
+            match = match.at_state
+        end = self.tree.node_at(namespace, match)
+        loaded = self.host.load(end, slots)
         self.slots.free(slots[loaded:])
-        self.tree.lock(end, until=top)
-        return end, loaded
+        self.tree.lock(end)
+        self.tree.unlock(top)
+        return end, match.length, loaded
 
     def _slots_of(self, lease: Lease, start: int, end: int) -> Slots:
         return self.rows.req_to_token[lease.row, start:end].copy()

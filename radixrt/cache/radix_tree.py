@@ -7,6 +7,9 @@ Efficient Execution of Structured Language Model Programs" (2024), section 3.
 A node lives on the device, on the host or on both, with all of its tokens. The parent of a node on the device is
 on the device too. Only leaves of a tier, nodes without children there, leave it. So every node's whole path is in
 one tier or the other.
+
+A node may have the state of the sequence that ends there, in either tier: on the device if its tokens are there,
+on the host wherever these are.
 """
 
 from __future__ import annotations
@@ -58,7 +61,14 @@ class Node:
     last_access: int = 0
     touched_at: float = 0.0  # `time.monotonic` then; 0: before it came here, from a kept cache
     hits: int = 0  # requests that found it when they were admitted, or borrowed it
-    state: int = 0  # the state that was kept where it ends; 0: none
+    state: int = 0  # that was kept on the device where it ends; 0: none
+    host_state: int = 0  # on the host, likewise
+    worth: int = 2  # of the state: see HostStates
+
+    @property
+    def has_state(self) -> bool:
+        """Whether there is one in either tier."""
+        return self.state > 0 or self.host_state > 0
 
 
 def is_leaf(node: Node, tier: int) -> bool:
@@ -82,12 +92,12 @@ class Match(NamedTuple):
 
     @property
     def at_state(self) -> Match:
-        """The part of it up to the last node with a state, or to the root. All of it is on the device."""
+        """The part of it up to the last node with a state in either tier, or to the root."""
         node, length = self.node, self.length
         if not self.at_boundary and node.parent is not None:
             length -= self.inside
             node = node.parent
-        while node.parent is not None and not node.state:
+        while node.parent is not None and not node.has_state:
             length -= len(node.tokens)
             node = node.parent
         return Match(node, len(node.tokens), length)
@@ -154,7 +164,7 @@ class RadixTree:
         self.total_tokens = self.device_tokens = self.locked_tokens = 0  # the first: in one tier or both
         self.version = 0  # grows whenever a match may have changed
         self.leaves = [LeafQueue(DEVICE), LeafQueue(HOST)]
-        self.states_given_up: list[int] = []  # of nodes that have left the device, for the cache to take
+        self.left: list[Node] = []  # nodes with states that have left a tier, for the cache to take
         self._clock = 0
 
     @property
@@ -327,9 +337,8 @@ class RadixTree:
         parent.num_children[tier] -= 1
         if tier == DEVICE:
             self.device_tokens -= len(slots)
-            if node.state:
-                self.states_given_up.append(node.state)
-                node.state = 0
+        if node.has_state:
+            self.left.append(node)
         if node.slots[1 - tier] is None:  # the other one
             del parent.children[node.tokens.item(0)]
             self.total_tokens -= len(node.tokens)

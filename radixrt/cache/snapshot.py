@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ class TreeSnapshot:
     parents: NDArray[np.int32]  # `[N]`, indices of nodes; -1 where a node begins a prefix
     tenants: NDArray[np.int32]  # `[N]`, indices into `tenant_names`
     last_used: NDArray[np.int64]  # `[N]`, greater is later
+    has_state: NDArray[np.int32]  # `[N]`, 1 where the state of a sequence is kept at a node's end, or 0
     tenant_names: tuple[str | None, ...]  # None: requests without a tenant
 
     def __len__(self) -> int:
@@ -28,6 +29,10 @@ class TreeSnapshot:
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
+
+    @property
+    def num_states(self) -> int:
+        return int(np.count_nonzero(self.has_state))
 
     def parts(self, values: NDArray[Any]) -> list[NDArray[Any]]:
         """Return views of `values` `[T]`, one for each node."""
@@ -62,6 +67,8 @@ class TreeSnapshot:
             return "a node's tenant is not its parent's"
         if self.num_tokens and (int(self.tokens.min()) < 0 or int(self.tokens.max()) >= vocab_size):
             return f"a token is not in 0 .. {vocab_size - 1}"
+        if ((self.has_state != 0) & (self.has_state != 1)).any():
+            return "a node has neither a state nor none"
         # Siblings begin with different tokens; nodes below a root are siblings if they are of one tenant.
         above = np.where(begins, -1 - self.tenants, self.parents)
         firsts = self.tokens[np.cumsum(self.lengths, dtype=np.int64) - self.lengths]
@@ -70,10 +77,11 @@ class TreeSnapshot:
         return None
 
 
-def take_snapshot(tree: RadixTree, weights_version: int) -> tuple[TreeSnapshot, Slots]:
-    """Return all prefixes of a weights version, except those of adapters, with the slots `[T]` of their tokens.
+def take_snapshot(tree: RadixTree, weights_version: int) -> tuple[TreeSnapshot, Slots, Slots]:
+    """Return all prefixes of a weights version, except those of adapters, with the slots `[T]` of their tokens,
+    and the states `[N]` that are kept where nodes end, 0 where none is.
 
-    A token that is not on the device has -s, for host slot s.
+    A token or state that is not on the device has -s, for slot or state s of the host.
     """
     spaces = [s for s in tree.roots if s.weights_version == weights_version and s.adapter is None]
     nodes, parents, tenants = list[Node](), list[int](), list[int]()
@@ -90,9 +98,11 @@ def take_snapshot(tree: RadixTree, weights_version: int) -> tuple[TreeSnapshot, 
         parents=np.array(parents, dtype=np.int32),
         tenants=np.array(tenants, dtype=np.int32),
         last_used=np.array([node.last_access for node in nodes], dtype=np.int64),
+        has_state=np.array([node.has_state for node in nodes], dtype=np.int32),
         tenant_names=tuple(space.tenant for space in spaces),
     )
-    return snapshot, np.concatenate([EMPTY, *map(_places, nodes)])
+    states = np.array([node.state or -node.host_state for node in nodes], dtype=np.int32)
+    return snapshot, np.concatenate([EMPTY, *map(_places, nodes)]), states
 
 
 def _places(node: Node) -> Slots:
@@ -105,16 +115,22 @@ def _places(node: Node) -> Slots:
 
 @dataclass(frozen=True)
 class Adoption:
-    """The part of a snapshot that a tree takes, and where its KV goes."""
+    """The part of a snapshot that a tree takes, and where its KV and its states go."""
 
     snapshot: TreeSnapshot
     weights_version: int
     kept: NDArray[np.int64]  # `[N]`, leading tokens of each node that the tree has, or takes
     slots: Slots  # `[T]`, the slot for each taken token's KV, 0 for the others
+    states: Slots  # `[N]`, the state for that of each node whose state is taken, 0 for the others
+    left_out_states: int  # that the tree neither has nor takes
 
     @property
     def num_taken(self) -> int:
         return int(np.count_nonzero(self.slots))
+
+    @property
+    def num_taken_states(self) -> int:
+        return int(np.count_nonzero(self.states))
 
     @property
     def left_out(self) -> int:
@@ -122,14 +138,23 @@ class Adoption:
         return self.snapshot.num_tokens - int(self.kept.sum())
 
 
-def plan_adoption(
-    tree: RadixTree, snapshot: TreeSnapshot, weights_version: int, room: int
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Choose what a tree lacks of a snapshot on the device, at most `room` tokens, most recently used first.
+class AdoptionPlan(NamedTuple):
+    """What a tree takes of a snapshot."""
 
-    Returns how many leading tokens of each node it has then `[N]`, and which tokens are those that it lacks `[T]`.
+    kept: NDArray[np.int64]  # as in Adoption
+    tokens: NDArray[np.bool_]  # `[T]`, those that it lacks
+    states: NDArray[np.bool_]  # `[N]`, nodes whose states it lacks
+    left_out_states: int  # as in Adoption
+
+
+def plan_adoption(
+    tree: RadixTree, snapshot: TreeSnapshot, weights_version: int, room: int, room_for_states: int
+) -> AdoptionPlan:
+    """Choose what a tree lacks of a snapshot on the device, at most `room` tokens and `room_for_states` states,
+    most recently used first; of nodes that do not find room to their end no state, which belongs there.
     """
     kept, taken = np.zeros(len(snapshot), dtype=np.int64), np.zeros(snapshot.num_tokens, dtype=np.bool_)
+    states, known_states = np.zeros(len(snapshot), dtype=np.bool_), 0
     tokens, marks = snapshot.parts(snapshot.tokens), snapshot.parts(taken)
     # Of the nodes that are whole then: where the tree has their last token; None: it lacks that.
     ends: dict[int, Match | None] = {}
@@ -148,12 +173,20 @@ def plan_adoption(
         kept[i] = known + count
         marks[i][known : known + count] = True
         if kept[i] == length:
-            ends[i] = None if count else end
-    return kept, taken
+            ends[i] = end = None if count else end
+            if snapshot.has_state[i]:
+                is_known = end is not None and end.at_boundary and end.node.has_state
+                known_states += is_known
+                states[i] = not is_known and room_for_states > 0
+                room_for_states -= int(states[i])
+    left_out_states = snapshot.num_states - known_states - int(np.count_nonzero(states))
+    return AdoptionPlan(kept, taken, states, left_out_states)
 
 
-def adopt(tree: RadixTree, adoption: Adoption) -> None:
-    """Put the taken tokens, whose KV is in their slots, into the tree, which has not changed since."""
+def adopt(tree: RadixTree, adoption: Adoption) -> dict[int, Node]:
+    """Put the taken tokens, whose KV is in their slots, into the tree, which has not changed since. Returns where
+    the snapshot's nodes end there, by their indices.
+    """
     snapshot, ends = adoption.snapshot, dict[int, Node]()
     tokens, slots, recency = snapshot.parts(snapshot.tokens), snapshot.parts(adoption.slots), snapshot.recency()
     for i, kept in enumerate(adoption.kept.tolist()):
@@ -163,3 +196,20 @@ def adopt(tree: RadixTree, adoption: Adoption) -> None:
             own = slots[i][:kept]
             ends[i], canonical = tree.insert(above, tokens[i][:kept], own, int(recency[i]))
             assert len(canonical) == kept - np.count_nonzero(own)  # the tree keeps its own slots
+    return ends
+
+
+class Saved(NamedTuple):
+    """What a file of a kept cache holds."""
+
+    tokens: int
+    states: int  # of sequences
+
+
+class Loaded(NamedTuple):
+    """What was loaded of one, and what found no room."""
+
+    tokens: int
+    left_out: int
+    states: int  # of sequences
+    left_out_states: int

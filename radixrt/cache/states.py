@@ -9,6 +9,10 @@ one was kept. Every state is in exactly one of these places:
     fresh     left by a pass at a position where prompts part, and not published yet
     kept      at the tree node that ends where it was left; leases begin with it, and none overwrites it
     pending   given up, but a pass in flight may still read or write it
+    arriving  getting the content of a kept cache's; no node has it yet
+
+With a host tier, a kept state that is given up is stored there (`HostStates`). One that only the host has is
+loaded, and kept, when a lease begins with it; the transfer is made before the pass that reads it.
 
 A pass names for each row the state that it begins with and the one that it leaves, so that nothing is ever copied:
 the first pass of a lease reads a kept state and leaves the lease's own; one that ends where prompts part leaves a
@@ -24,7 +28,8 @@ import numpy as np
 
 from memory_pool.slot_allocator import SlotAllocator
 from radixrt.arrays import Int32Array
-from radixrt.cache.radix_tree import Node
+from radixrt.cache.host_states import END, PASSED, SHARED, HostStates
+from radixrt.cache.radix_tree import DEVICE, Node
 
 NO_STATE = 0
 FOR_FRESH = 2  # states that leases begin without, as long as others run: what is not kept is computed again
@@ -44,12 +49,14 @@ class States:
         kept: by state, the node that has it.
         version: changes whenever a node gets a state, or loses one.
         given_up_unused: how many that were left where prompts part were given up before a lease began with them.
+        host: the states in host memory, if there is a tier of them.
     """
 
     def __init__(self, allocator: SlotAllocator, max_requests: int, least_gain: int = LEAST_GAIN) -> None:
         self.allocator, self.least_gain = allocator, least_gain
         self.own, self.at = np.zeros((2, max_requests), np.int32)
         self.kept: dict[int, Node] = {}
+        self.host: HostStates | None = None
         # Of kept ones with which no lease has begun yet: of ends of answers, and those that others wait for.
         self.ends, self.unused = set[int](), set[int]()
         self.pending: deque[tuple[int, int]] = deque()  # after which pass, and which state
@@ -59,21 +66,50 @@ class States:
         self._readers: Counter[int] = Counter()  # of kept and fresh states: rows whose next pass begins with it
         self._coming: list[int] = []  # what the coming pass reads of them
 
+    @property
+    def num_kept(self) -> int:
+        """Nodes that have a state, in one tier or both."""
+        on_host = () if self.host is None else tuple(self.host.kept.values())  # another thread may ask
+        return len(self.kept) + sum(not node.state for node in on_host)
+
+    def loads(self, node: Node) -> int:
+        """How much a lease that begins with a node's state loads, in tokens: 0 where the device has it."""
+        return self.host.tokens_each if self.host is not None and node.host_state and not node.state else 0
+
+    def expect(self, node: Node | None) -> None:
+        """Let no state that is stored take the place of the one that a lease is about to begin with."""
+        if self.host is not None:
+            self.host.expected = node
+
     def begin(self, row: int, node: Node, passes: tuple[int, int]) -> bool:
-        """Let a new lease begin with a node's state, and have one of its own, for which another may have to go.
-        False if there is none, at least until passes in flight have ended.
+        """Let a new lease begin with a node's state, and have one of its own, for which another may have to go; as
+        for one that is loaded, if only the host has the node's. False if there is none, at least until passes in
+        flight have ended.
         """
+        self.expect(node)
         self._readers[node.state] += 1  # which must not go
-        reserved = FOR_FRESH if self._num_begun else 0
-        self.make_room(2 + reserved, passes)  # and for the next one: what goes is free once passes have ended
-        own = self._taken() if self.allocator.num_free > reserved else None
+        reserved, loads = FOR_FRESH if self._num_begun else 0, self.loads(node) > 0
+        self.make_room(
+            2 + reserved + loads, passes
+        )  # and for the next one: what goes is free once passes have ended
+        self._readers[node.state] -= 1
+        self.expect(None)
+        # What is loaded is read by the coming pass, and may go then: it takes what is reserved.
+        own = self._taken() if self.allocator.num_free > max(reserved, int(loads)) else None
         if own is None:
-            self._readers[node.state] -= 1
             return False
+        if loads:
+            loaded = self._taken()
+            assert self.host is not None  # it has the state
+            assert loaded is not None  # there is room for both
+            self.host.load(node, loaded)
+            self.keep(loaded, node)
+        self._readers[node.state] += 1
         self.own[row], self.at[row] = own, node.state
         self._num_begun += 1
         self.ends.discard(node.state)
         self.unused.discard(node.state)
+        node.worth = PASSED if node.worth == END else SHARED
         return True
 
     def step(self, row: int, keep_at: int | None, passes: tuple[int, int]) -> tuple[int, int]:
@@ -111,8 +147,9 @@ class States:
         for at in [at for at in fresh if at <= position]:
             state = fresh.pop(at)
             if at == position and not node.state:
-                self._keep(state, node)
+                self.keep(state, node)
                 self.unused.add(state)
+                node.worth = SHARED
             elif self.at[row] == state:  # its next pass needs it: it becomes the lease's own
                 self._give_up(int(self.own[row]), passes)
                 self._readers[state] -= 1
@@ -130,8 +167,10 @@ class States:
         if at != own:
             self._readers[at] -= 1
         if node is not None and not node.state and node.parent is not None and at == own:
-            self._keep(own, node)
+            self.keep(own, node)
             (self.unused if comes_back else self.ends).add(own)
+            if not node.host_state:
+                node.worth = SHARED if comes_back else END
         else:
             self._give_up(own, passes)
         for state in self.fresh.pop(row, {}).values():
@@ -139,10 +178,22 @@ class States:
         self.own[row] = self.at[row] = NO_STATE
         self._num_begun -= 1
 
-    def drop(self, given_up: Iterable[int], passes: tuple[int, int]) -> None:
-        """Give up states whose nodes have left the device."""
-        for state in given_up:
-            self._forget(state, passes)
+    def keep(self, state: int, node: Node) -> None:
+        """Keep a state at a node on the device that has none there."""
+        node.state = state
+        self.kept[state] = node
+        self.version += 1
+
+    def drop(self, nodes: Iterable[Node], passes: tuple[int, int]) -> None:
+        """Give up the states of nodes that have left a tier: those on the device of nodes that are not there, and
+        those on the host of nodes that are in no tier.
+        """
+        for node in nodes:
+            if node.state and node.slots[DEVICE] is None:
+                self._forget(node, passes)
+            if self.host is not None and node.host_state and not len(node.tokens):
+                self.host.drop(node)
+                self.version += 1
 
     def pass_launched(self) -> None:
         """What the coming pass reads need not be kept for it any more: it comes before all that overwrites it."""
@@ -169,8 +220,7 @@ class States:
             if not self._readers[state]
         )
         for *_, state in candidates[:missing]:
-            self.kept[state].state = NO_STATE
-            self._forget(state, passes)
+            self._forget(self.kept[state], passes)
 
     def figures(self) -> dict[str, int]:
         """Those of `CacheStats`, by their names there; another thread may look while this one works."""
@@ -186,7 +236,12 @@ class States:
             "states_given_up_unused": self.given_up_unused,
         }
 
-    def _forget(self, state: int, passes: tuple[int, int]) -> None:
+    def _forget(self, node: Node, passes: tuple[int, int]) -> None:
+        """Give up the state that is kept at a node, to the host if it takes it."""
+        state = node.state
+        if self.host is not None:
+            self.host.store(node)
+        node.state = NO_STATE
         del self.kept[state]
         self.version += 1
         self.given_up_unused += state in self.unused
@@ -197,11 +252,6 @@ class States:
     def _taken(self) -> int | None:
         taken = self.allocator.alloc(1)
         return None if taken is None else int(taken[0])
-
-    def _keep(self, state: int, node: Node) -> None:
-        node.state = state
-        self.kept[state] = node
-        self.version += 1
 
     def _has_read(self, row: int, state: int) -> None:
         if state != self.own[row]:

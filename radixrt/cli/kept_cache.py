@@ -109,11 +109,19 @@ def runtime_with_cache(arguments: argparse.Namespace, *, progress: bool = False)
             runtime.check_keeps_a_cache("save_cache")
         if load is not None:
             count = runtime.load_cache(load, progress=progress)
-            print(f"radixrt: {count:,} cached tokens loaded from {load}", file=sys.stderr)
+            print(f"radixrt: {_told(runtime, count)} loaded from {load}", file=sys.stderr)
         yield runtime
         if save is not None:
             count = runtime.save_cache(save, progress=progress)
-            print(f"radixrt: {count:,} cached tokens saved to {save}", file=sys.stderr)
+            print(f"radixrt: {_told(runtime, count)} saved to {save}", file=sys.stderr)
+
+
+def _told(runtime: Runtime, num_tokens: int) -> str:
+    """What a cache that is loaded first and saved last has."""
+    told = f"{num_tokens:,} cached tokens"
+    if runtime.limits.num_states:
+        told += f" with {runtime.cache_stats().kept_states:,} states"
+    return told
 
 
 def _path(arguments: argparse.Namespace, name: str) -> Path | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from radixrt.cache.prefix_cache import PrefixCache
+from radixrt.cache.snapshot import Loaded, Saved
 from radixrt.config import RuntimeConfig
 from radixrt.engine.engine import Engine
 from radixrt.frontend.request_builder import RequestBuilder
@@ -26,16 +27,15 @@ if TYPE_CHECKING:
 class ServedModel(Protocol):
     """A model on its device, with all that does not concern its passes: the methods of `Runtime` of these names.
 
-    `reload` calls `before_change` before the first weight changes; `load_cache` returns how many tokens were
-    loaded, and how many found no free slot.
+    `reload` calls `before_change` before the first weight changes.
     """
 
     @property
     def device(self) -> torch.device: ...
     def identity(self) -> dict[str, Any]: ...
     def reload(self, source: str | Path, *, before_change: Callable[[], None]) -> None: ...
-    def save_cache(self, path: Path, weights_version: int, *, progress: bool) -> int: ...
-    def load_cache(self, path: Path, weights_version: int, *, progress: bool) -> tuple[int, int]: ...
+    def save_cache(self, path: Path, weights_version: int, *, progress: bool) -> Saved: ...
+    def load_cache(self, path: Path, weights_version: int, *, progress: bool) -> Loaded: ...
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A kept cache as a safetensors file: the tree, the KV of its tokens, and a hash of everything.
+"""A kept cache as a safetensors file: the tree, the KV of its tokens, states, and a hash of everything.
 
     u64, little-endian: bytes of the header
     header: JSON, padded with spaces to a multiple of 8 bytes; its `__metadata__` has radixrt_cache_version,
@@ -9,11 +9,15 @@
         node_parents    I32 [N]
         node_tenants    I32 [N]
         tokens          I32 [T]
+        node_has_state  I32 [N]               in files of version 2 alone, as conv and recurrent
         kv              any [T, num_layers, 2, num_kv_heads, head_dim], a row a token
-        piece_sha256    U8  [P, 32]           of each piece: the tensors above, with kv cut into runs of tokens
+        conv            any [S, num_layers, conv_channels, conv_width - 1], a row for each node that has a state
+        recurrent       F32 [S, num_layers, num_heads, key_dim, value_dim], likewise
+        piece_sha256    U8  [P, 32]           of each piece: the tensors above, with those of rows cut into runs
         sha256          U8  [32]              of the header with its length, and of piece_sha256
 
-The identity is what the KV depends on. Nothing in a file is trusted: hashes and sizes are checked.
+Version 2 is for models that keep states, 1 for all others. The identity is what KV and states depend on. Nothing
+in a file is trusted: hashes and sizes are checked.
 """
 
 from __future__ import annotations
@@ -39,8 +43,8 @@ from radixrt.errors import BatchFileError, CacheFileError
 from radixrt.files.atomic_file import AtomicFile
 from radixrt.files.place import refusal_of_target
 
-VERSION = "1"
-PIECE_BYTES = 64 * 2**20  # of KV, unless a token alone has more; part of the format
+VERSION, WITH_STATES = "1", "2"
+PIECE_BYTES = 64 * 2**20  # of rows, unless one alone has more; part of the format
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "U8": 1}
 
 _MAX_HEADER_BYTES = 2**26
@@ -52,36 +56,56 @@ _ARRAYS = {  # by the field of TreeSnapshot: name and dtype in the file
     "parents": ("node_parents", "I32"),
     "tenants": ("node_tenants", "I32"),
     "tokens": ("tokens", "I32"),
+    "has_state": ("node_has_state", "I32"),
 }
+KV, STATES = "kv", ("conv", "recurrent")  # tensors of rows
+_VERSIONS = {VERSION: (KV,), WITH_STATES: (KV, *STATES)}
 _NUMPY: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4")}
 
 Identity = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class KVFormat:
-    """The layout of a token's KV: safetensors' dtype name, and (num_layers, 2, num_kv_heads, head_dim)."""
+class RowFormat:
+    """The layout of a row: safetensors' dtype name, and its shape, (num_layers, 2, num_kv_heads, head_dim) for the
+    KV of a token.
+    """
 
     dtype: str
-    shape: tuple[int, int, int, int]
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {[*self.shape]}"
 
     @property
-    def token_bytes(self) -> int:
+    def row_bytes(self) -> int:
         return ITEM_BYTES[self.dtype] * math.prod(self.shape)
 
     @property
-    def piece_tokens(self) -> int:
-        """Tokens in a piece of KV; the last piece may have fewer."""
-        return max(1, PIECE_BYTES // max(1, self.token_bytes))
+    def piece_rows(self) -> int:
+        """Rows in a piece; the last piece may have fewer."""
+        return max(1, PIECE_BYTES // max(1, self.row_bytes))
 
 
-def _layout(num_nodes: int, num_tokens: int, kv: KVFormat) -> dict[str, dict[str, Any]]:
-    """The header without its metadata: by name dtype, shape and data_offsets."""
-    num_pieces = len(_ARRAYS) + -(-num_tokens // kv.piece_tokens)
+Formats = Mapping[str, RowFormat]  # by the name of the tensor
+
+
+def _version_of(formats: Formats) -> str:
+    return next(version for version, names in _VERSIONS.items() if names == tuple(formats))
+
+
+def _arrays_of(version: str) -> dict[str, tuple[str, str]]:
+    return {field: named for field, named in _ARRAYS.items() if field != "has_state" or version == WITH_STATES}
+
+
+def _layout(num_nodes: int, counts: Mapping[str, int], formats: Formats) -> dict[str, dict[str, Any]]:
+    """The header without its metadata: by name dtype, shape and data_offsets. `counts` are of rows."""
+    arrays = _arrays_of(_version_of(formats)).values()
+    num_pieces = len(arrays) + sum(-(-counts[name] // rows.piece_rows) for name, rows in formats.items())
     tensors, offset = {}, 0
     for name, dtype, shape in (
-        *((name, dtype, [num_tokens if name == "tokens" else num_nodes]) for name, dtype in _ARRAYS.values()),
-        ("kv", kv.dtype, [num_tokens, *kv.shape]),
+        *((name, dtype, [counts[KV] if name == "tokens" else num_nodes]) for name, dtype in arrays),
+        *((name, rows.dtype, [counts[name], *rows.shape]) for name, rows in formats.items()),
         ("piece_sha256", "U8", [num_pieces, _DIGEST_BYTES]),
         ("sha256", "U8", [_DIGEST_BYTES]),
     ):
@@ -92,7 +116,7 @@ def _layout(num_nodes: int, num_tokens: int, kv: KVFormat) -> dict[str, dict[str
 
 
 class CacheFileWriter:
-    """Writes a cache file: `write` for each piece of KV, in order, then `finish`."""
+    """Writes a cache file: `write` for each piece of rows, in order, then `finish`."""
 
     def __init__(self, head: bytes, file: AtomicFile, hashers: ThreadPoolExecutor) -> None:
         self._head, self._file, self._hashers = head, file, hashers
@@ -101,19 +125,23 @@ class CacheFileWriter:
 
     @classmethod
     @contextmanager
-    def open(cls, path: Path, tree: TreeSnapshot, kv: KVFormat, identity: Identity) -> Iterator[CacheFileWriter]:
-        """Begin a file, which `finish` puts in the place of an older one.
+    def open(
+        cls, path: Path, tree: TreeSnapshot, formats: Formats, identity: Identity
+    ) -> Iterator[CacheFileWriter]:
+        """Begin a file, which `finish` puts in the place of an older one. `formats` are of its tensors of rows, in
+        order.
 
         Raises CacheFileError where the disk refuses, another process is writing the same file, or what is at
         the path is no kept cache.
         """
         check_cache_target(path)
+        version = _version_of(formats)
         metadata = {
-            "radixrt_cache_version": VERSION,
+            "radixrt_cache_version": version,
             "identity": json.dumps(identity),
             "tenants": json.dumps(tree.tenant_names),
         }
-        tensors = _layout(len(tree), tree.num_tokens, kv)
+        tensors = _layout(len(tree), row_counts(tree, formats), formats)
         header = json.dumps({"__metadata__": metadata, **tensors}, separators=(",", ":")).encode()
         header += b" " * (-len(header) % 8)
         if len(header) > _MAX_HEADER_BYTES:
@@ -124,7 +152,7 @@ class CacheFileWriter:
             ThreadPoolExecutor(_HASHERS, "cache-file") as hashers,
         ):
             writer = cls(len(header).to_bytes(8, "little") + header, file, hashers)
-            for field, (_, dtype) in _ARRAYS.items():
+            for field, (_, dtype) in _arrays_of(version).items():
                 writer.write(getattr(tree, field).astype(_NUMPY[dtype]).view(np.uint8))
             yield writer
 
@@ -144,9 +172,9 @@ class CacheFileWriter:
 
 
 class CacheFileReader:
-    """Reads a cache file: `read` for each piece of KV, in order. All else is checked on opening.
+    """Reads a cache file: `read` for each piece of rows, in order. All else is checked on opening.
 
-    `tree`, `kv` and `identity` are what the writer was given.
+    `tree`, `formats` and `identity` are what the writer was given.
     """
 
     def __init__(self, path: Path, file: BufferedReader, hashers: ThreadPoolExecutor) -> None:
@@ -163,21 +191,23 @@ class CacheFileReader:
             version = metadata["radixrt_cache_version"]
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise self._error("it is no cache file of radixrt, or altered") from error
-        if version != VERSION:
-            raise self._error(f"it is of format {version!r}, and this radixrt reads {VERSION!r}")
+        if not isinstance(version, str) or version not in _VERSIONS:
+            read = " and ".join(map(repr, _VERSIONS))
+            raise self._error(f"it is of format {version!r}, and this radixrt reads {read}")
         try:
-            counts: tuple[int, ...] = (*tensors["node_lengths"]["shape"], *tensors["kv"]["shape"])
-            num_nodes, num_tokens, layers, two, heads, head_dim = counts
-            if not all(type(count) is int and 0 <= count < 2**31 for count in counts) or two != 2:
-                raise ValueError(f"the shapes {counts}")
-            self.kv = KVFormat(tensors["kv"]["dtype"], (layers, two, heads, head_dim))
-            expected = _layout(num_nodes, num_tokens, self.kv)
+            shapes = {name: tensors[name]["shape"] for name in ("node_lengths", *_VERSIONS[version])}
+            if not all(type(count) is int and 0 <= count < 2**31 for shape in shapes.values() for count in shape):
+                raise ValueError(f"the shapes {shapes}")
+            (num_nodes,) = shapes.pop("node_lengths")
+            counts = {name: shape[0] for name, shape in shapes.items()}
+            self.formats = {name: RowFormat(tensors[name]["dtype"], (*own,)) for name, (_, *own) in shapes.items()}
+            expected = _layout(num_nodes, counts, self.formats)
             self.identity, tenants = json.loads(metadata["identity"]), json.loads(metadata["tenants"])
             if tensors != expected or not isinstance(self.identity, dict) or not isinstance(tenants, list):
                 raise ValueError("the tensors or the metadata")
             if not all(name is None or type(name) is str for name in tenants):
                 raise ValueError("the tenants")
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
             raise self._error("its header has been altered") from error
         whole = 8 + header_bytes + expected["sha256"]["data_offsets"][1]
         if size != whole:
@@ -191,14 +221,16 @@ class CacheFileReader:
             raise self._error("it has been altered: a hash is not that of its header and hashes")
         self._digests = (table[i : i + _DIGEST_BYTES] for i in range(0, len(table), _DIGEST_BYTES))
         file.seek(8 + header_bytes)
-        arrays: dict[str, Any] = {}
-        for field, (name, dtype) in _ARRAYS.items():
+        arrays: dict[str, Any] = {"has_state": np.zeros(num_nodes, np.int32)}
+        for field, (name, dtype) in _arrays_of(version).items():
             begin, end = expected[name]["data_offsets"]
             data = self._bytes(end - begin)
             if _sha256(data) != next(self._digests):
                 raise self._error(f"it has been altered: a hash is not that of {name}")
             arrays[field] = np.frombuffer(data, _NUMPY[dtype]).astype(_NUMPY[dtype].newbyteorder("="))
         self.tree = TreeSnapshot(**arrays, tenant_names=tuple(tenants))
+        if counts != row_counts(self.tree, self.formats):
+            raise self._error(f"its rows are not those of {self.tree.num_states} nodes with states: {counts}")
 
     @classmethod
     @contextmanager
@@ -221,7 +253,7 @@ class CacheFileReader:
 
         def check() -> None:
             if _sha256(piece.data) != expected:
-                raise self._error("it has been altered: a hash is not that of its KV")
+                raise self._error("it has been altered: a hash is not that of its KV or states")
 
         return self._hashers.submit(check)
 
@@ -236,6 +268,11 @@ class CacheFileReader:
 
     def _error(self, reason: str) -> CacheFileError:
         return CacheFileError(f"the cache file {self._path} cannot be used: {reason}")
+
+
+def row_counts(tree: TreeSnapshot, formats: Formats) -> dict[str, int]:
+    """How many rows each tensor has."""
+    return {name: tree.num_tokens if name == KV else tree.num_states for name in formats}
 
 
 def check_cache_target(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The identity of KV: Runtimes of equal identity compute the same KV for the same tokens."""
+"""The identity of KV and states: Runtimes of equal identity compute the same for the same tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from layers.moe import Mxfp4Matrices
 from layers.place import unpacked
 from layers.placement import Placement
 from layers.rotary import RopeParameters
-from radixrt.kept_cache.cache_file import KVFormat
+from radixrt.kept_cache.cache_file import KV, Formats
 from radixrt.models.config import AttentionKind, ModelConfig
 from radixrt.models.decoder import Decoder
 from radixrt.models.rank_part import rank_part
@@ -34,13 +34,13 @@ _NOT_OF_KV = {
 
 
 def cache_identity(
-    config: ModelConfig, fingerprint: str, placement: Placement, kv: KVFormat, scales: Tensor | None
+    config: ModelConfig, fingerprint: str, placement: Placement, formats: Formats, scales: Tensor | None
 ) -> dict[str, Any]:
     """Collect everything that KV depends on: JSON values by their names in messages.
 
     `config` is that of the whole model, `fingerprint` its `weight_fingerprint`, `placement` its own or a rank's,
-    `scales` are those of all heads. KV of deterministic models has the same bits on the same kind of device alone,
-    by the same torch, on as many ranks.
+    `formats` are of rows of KV and of states, `scales` those of all heads. KV of deterministic models has the same
+    bits on the same kind of device alone, by the same torch, on as many ranks.
     """
     sizes = config.head_dim, config.context_length  # some kinds of scaling depend on the latter
     own = [field.name for field in fields(config) if field.name not in _NOT_OF_KV]
@@ -58,8 +58,9 @@ def cache_identity(
         "rope frequencies": each(lambda kind: kind.rope and _hash(kind.rope.frequencies(*sizes))),
         "sliding window": each(lambda kind: kind.window),
         "dtype": str(placement.dtype).removeprefix("torch."),
-        "dtype of KV": kv.dtype,
+        "dtype of KV": formats[KV].dtype,
         "weights": fingerprint,
+        **_states_of(config, placement),
     }
     if scales is not None:  # another GPU may round them otherwise
         identity["scales of KV"] = _hash(scales.cpu())
@@ -68,6 +69,18 @@ def cache_identity(
         identity["same bits"] = _bits_of(placement.device) + ("" if size == 1 else f", {size} ranks")
     read: dict[str, Any] = json.loads(json.dumps(identity, default=sorted))  # as read from a file, sets as lists
     return read
+
+
+def _states_of(config: ModelConfig, placement: Placement) -> dict[str, str]:
+    """The parts of a state of the whole model."""
+    states = config.kv_layout(placement.dtype).states
+    if states is None:
+        return {}
+    parts = states.parts.items()
+    return {
+        f"{name} of states": f"{str(dtype).removeprefix('torch.')} {[states.num_layers, *shape]}"
+        for name, (dtype, shape) in parts
+    }
 
 
 def _bits_of(device: torch.device) -> str:

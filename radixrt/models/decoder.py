@@ -369,7 +369,12 @@ class Decoder(nn.Module):
     def num_unlike_blocks(self) -> int:
         """How many leading blocks launch all kernels; at least two, for the first adds no residual."""
         kinds = [
-            (self.config.attention[layer_id], [*map(type, block.children())], _are_quantised(block))
+            (
+                self.config.attention[layer_id],
+                type(block.attention),
+                type(getattr(block, "feed_forward", None)),
+                _are_quantised(block),
+            )
             for layer_id, block in zip(self.layers, self.blocks, strict=True)
         ]
         return min(max(2, *(kinds.index(kind) + 1 for kind in kinds)), len(kinds))

@@ -18,6 +18,7 @@ from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.slot_allocator import SlotAllocator
 from radixrt.arrays import Int32Array
 from radixrt.cache.prefix_cache import PrefixCache
+from radixrt.cache.snapshot import Loaded, Saved
 from radixrt.cache.states import states_of
 from radixrt.config import RuntimeConfig
 from radixrt.engine.engine import Engine
@@ -94,10 +95,10 @@ class NoWeights:
     def reload(self, source: str | Path, *, before_change: Callable[[], None]) -> None:
         before_change()
 
-    def save_cache(self, path: Path, weights_version: int, *, progress: bool) -> int:
+    def save_cache(self, path: Path, weights_version: int, *, progress: bool) -> Saved:
         raise NotImplementedError
 
-    def load_cache(self, path: Path, weights_version: int, *, progress: bool) -> tuple[int, int]:
+    def load_cache(self, path: Path, weights_version: int, *, progress: bool) -> Loaded:
         raise NotImplementedError
 
 

@@ -22,14 +22,14 @@ from radixrt.workers.channel import Channel, Message, error_as_json
 from radixrt.workers.process import LOG
 
 if TYPE_CHECKING:
-    from radixrt.ranks.kept_parts import OwnPart
+    from radixrt.ranks.kept_parts import OwnParts
     from radixrt.ranks.rank import RankParts
 
 
 class Follower:
     """Does what the first rank says, in order."""
 
-    def __init__(self, parts: RankParts, kept: OwnPart) -> None:
+    def __init__(self, parts: RankParts, kept: OwnParts) -> None:
         from radixrt.ranks.messages import PassReader  # what is of torch is imported last
 
         self._parts, self._runner = parts, parts.runner
@@ -77,7 +77,7 @@ def follow(channel: Channel, first: dict[str, Any]) -> None:
     import torch
 
     from radixrt.ranks.group import Shape, joined, store_at
-    from radixrt.ranks.kept_parts import OwnPart
+    from radixrt.ranks.kept_parts import OwnParts
     from radixrt.ranks.rank import assemble_rank, folder_of
 
     config = RuntimeConfig(**first["config"])
@@ -95,7 +95,7 @@ def follow(channel: Channel, first: dict[str, Any]) -> None:
     except RadixrtError as error:
         channel.send(Message({"refused": error_as_json(error)}))
         return
-    follower = Follower(parts, OwnPart(parts.kv_part, first["kept_file"]))
+    follower = Follower(parts, OwnParts(parts.kept_parts, first["kept_file"]))
     while True:
         for message in channel.receive():
             if (told := follower.handle(message)) is not None:

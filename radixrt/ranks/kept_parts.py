@@ -1,4 +1,4 @@
-"""Pieces of a kept cache in memory that all ranks map: each copies its part of the KV from or to it."""
+"""Pieces of a kept cache in memory that all ranks map: each copies its part of the rows from or to it."""
 
 # Tests: tests/kept_cache/test_ranks.py
 
@@ -7,25 +7,25 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from memory_pool.token_to_kv_pool import page_locked
+from memory_pool.page_lock import page_locked
 from radixrt.arrays import Int32Array
 from radixrt.cache.radix_tree import Slots
 from radixrt.engine.signals import deferred
-from radixrt.kept_cache.kv_part import KVPart
+from radixrt.kept_cache.parts import RowPart
 from radixrt.ranks.followers import Followers
 
 
 @contextmanager
-def _mapped(part: KVPart, file: int, count: int, num_tokens: int) -> Iterator[Tensor]:
-    """The file as `KVPart.buffers`, which must be large enough."""
-    shape = count, num_tokens, *part.token_shape
+def _mapped(part: RowPart, file: int, count: int, num_rows: int) -> Iterator[Tensor]:
+    """The file as `RowPart.buffers`, which must be large enough."""
+    shape = count, num_rows, *part.row_shape
     if not math.prod(shape):
         yield torch.empty(shape, dtype=part.dtype, device="cpu")
         return
@@ -47,20 +47,21 @@ def _free(file: int) -> None:
 class KeptParts:
     """The other ranks' parts, as the first one saves and loads a cache: an `OtherParts`."""
 
-    def __init__(self, followers: Followers, part: KVPart) -> None:
-        self._followers, self._part, self._file = followers, part, followers.kept_file
+    def __init__(self, followers: Followers, parts: Mapping[str, RowPart]) -> None:
+        self._followers, self._parts, self._file = followers, parts, followers.kept_file
         self._asked: dict[int, int] = {}  # by buffer: what was asked of it last
 
     @contextmanager
-    def buffers(self, count: int, num_tokens: int) -> Iterator[Tensor]:
+    def buffers(self, name: str, count: int, num_rows: int) -> Iterator[Tensor]:
         """See `OtherParts`."""
-        size = self._part.dtype.itemsize * math.prod((count, num_tokens, *self._part.token_shape))
+        part = self._parts[name]
+        size = part.dtype.itemsize * math.prod((count, num_rows, *part.row_shape))
         self._asked.clear()
         if os.fstat(self._file).st_size < size:
             os.ftruncate(self._file, size)
         try:
-            self._ask({"begin": [count, num_tokens]})
-            with _mapped(self._part, self._file, count, num_tokens) as buffers:
+            self._ask({"begin": [name, count, num_rows]})
+            with _mapped(part, self._file, count, num_rows) as buffers:
                 yield buffers
         finally:
             self._followers.wait_for(self._ask({"end": True}))
@@ -84,11 +85,12 @@ class KeptParts:
             return self._followers.ask({"kept": what}, slots)
 
 
-class OwnPart:
-    """The part of a rank other than the first, which does what that one's KeptParts say."""
+class OwnParts:
+    """The parts of a rank other than the first, which does what that one's KeptParts say."""
 
-    def __init__(self, part: KVPart, file: int) -> None:
-        self._part, self._file = part, file
+    def __init__(self, parts: Mapping[str, RowPart], file: int) -> None:
+        self._parts, self._file = parts, file
+        self._part: RowPart | None = None  # whose buffers are mapped
         self._mapped = ExitStack()
         self._buffers: Tensor | None = None
 
@@ -98,11 +100,14 @@ class OwnPart:
             self._buffers = None
             self._mapped.close()
         if "begin" in what:
-            self._buffers = self._mapped.enter_context(_mapped(self._part, self._file, *what["begin"]))
+            name, *sizes = what["begin"]
+            self._part = self._parts[name]
+            self._buffers = self._mapped.enter_context(_mapped(self._part, self._file, *sizes))
             return
-        if (buffers := self._buffers) is not None:
-            with self._part.on_device():
+        part, buffers = self._part, self._buffers
+        if part is not None and buffers is not None:
+            with part.on_device():
                 if "gather" in what:
-                    self._part.gather(slots, buffers[what["gather"]])
+                    part.gather(slots, buffers[what["gather"]])
                 elif "scatter" in what:
-                    self._part.scatter(buffers[what["scatter"]], slots)
+                    part.scatter(buffers[what["scatter"]], slots)

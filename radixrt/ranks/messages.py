@@ -88,19 +88,19 @@ class PassReader:
 def transfers_message(transfers: Iterable[KVTransfer]) -> Message:
     """Transfers between the tiers, in order."""
     arrays: dict[str, Array] = {}
-    directions = []
+    kinds = []
     for nth, transfer in enumerate(transfers):
-        directions.append(transfer.to_host)
+        kinds.append([transfer.to_host, transfer.of_states])
         arrays |= {f"source{nth}": transfer.sources, f"target{nth}": transfer.targets}
-    return _with_arrays({"transfer": directions}, arrays)
+    return _with_arrays({"transfer": kinds}, arrays)
 
 
 def transfers_of(message: Message) -> deque[KVTransfer]:
     """These transfers."""
-    arrays, directions = _arrays_of(message), message.body["transfer"]
+    arrays, kinds = _arrays_of(message), message.body["transfer"]
     return deque(
-        KVTransfer(to_host, arrays[f"source{nth}"], arrays[f"target{nth}"])
-        for nth, to_host in enumerate(directions)
+        KVTransfer(to_host, arrays[f"source{nth}"], arrays[f"target{nth}"], of_states)
+        for nth, (to_host, of_states) in enumerate(kinds)
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from layers.moe import SparseMoE
 from layers.products import ProductTable
@@ -31,7 +31,7 @@ from radixrt.execution.device import check_kernels, choose_device
 from radixrt.execution.kv_scales import calibrated_scales
 from radixrt.execution.memory_budget import (
     free_bytes,
-    host_pool_slots,
+    host_pool_sizes,
     measured_pass_memory,
     pool_slots,
     pool_states,
@@ -39,8 +39,9 @@ from radixrt.execution.memory_budget import (
 )
 from radixrt.execution.model_runner import ModelRunner, Tuning
 from radixrt.execution.products import compare_all
+from radixrt.kept_cache.cache_file import KV, STATES
 from radixrt.kept_cache.identity import rank_checksums
-from radixrt.kept_cache.kv_part import KVPart
+from radixrt.kept_cache.parts import KVPart, RowPart, StatePart
 from radixrt.limits import NO_PASSES, PassLimits, requests_at_once, requests_with_states
 from radixrt.models.config import GENERATION_DEFAULTS, ModelConfig, generation_defaults
 from radixrt.models.decoder import Decoder
@@ -83,6 +84,18 @@ class RankParts:
             placement.ranks,
             config.kv_layout(dtype, range(self.decoder.layers.start)).num_layers,
         )
+
+    @property
+    def kept_parts(self) -> dict[str, RowPart]:
+        """Its parts of all that a kept cache has rows of, by the names of tensors."""
+        parts: dict[str, RowPart] = {KV: self.kv_part}
+        if (states := self.kv_pool.states) is not None:
+            on_host: Sequence[Tensor | None] = (None, None)
+            if self.host_pool is not None and self.host_pool.states is not None:
+                on_host = self.host_pool.states.parts
+            for name, own, copies in zip(STATES, states.parts, on_host, strict=True):
+                parts[name] = StatePart(own, copies, self.decoder.placement.impl)
+        return parts
 
     def identity(self) -> RankIdentity:
         """What its part of the KV depends on."""
@@ -200,11 +213,6 @@ def assemble_rank(
         raise ParameterError(f"kv_dtype is 'fp8', which wants an even head_dim; it is {model_config.head_dim}")
     layout = decoder.kv_layout(kv_dtype)
     bytes_per_slot = _bytes_per_slot(layout)
-    if layout.states is not None and config.host_memory_gb:
-        raise ParameterError(
-            f"host_memory_gb is {config.host_memory_gb:g}, but {model_config.told_states}, which is not moved to "
-            "the host; leave it out"
-        )
     share, wanted = config.share_of_memory(on_gpu=on_gpu), config.max_total_tokens
     if not on_gpu:
         share /= group.shape.size  # all ranks take of the same memory
@@ -240,9 +248,11 @@ def assemble_rank(
         kv_pool.set_scales(scales)
     host_pool = None
     promised = 0 if on_gpu else slots * bytes_per_slot
-    if host_slots := group.least(host_pool_slots(config.host_memory_gb, bytes_per_slot, promised=promised)):
+    host_sizes = host_pool_sizes(config.host_memory_gb, layout, promised=promised)
+    host_slots, host_states = map(group.least, host_sizes)
+    if host_slots:
         try:
-            host_pool = HostKVPool(host_slots, kv_pool)
+            host_pool = HostKVPool(host_slots, kv_pool, num_states=host_states)
         except RuntimeError as error:
             raise ParameterError(f"host_memory_gb is {config.host_memory_gb:g}: {error}") from error
 
@@ -256,6 +266,8 @@ def assemble_rank(
     if num_states:
         state_bytes = num_states * layout.bytes_per_state
         _log.info("states: %s sequences, %.2f GiB", f"{num_states - 1:,}", state_bytes / 2**30)
+    if host_pool is not None:
+        _log_host(host_pool, layout)
     if products:
         replaced = sum(bool(table.ordered) for table in products)
         told = "products: %d shapes compared in %.1f s; torch's are replaced at some sizes in %d of them"
@@ -278,6 +290,15 @@ def _check_states(config: RuntimeConfig, device: torch.device, share: float, ske
         weights = sum(weight.numel() * weight.itemsize for weight in skeleton.parameters())
         layout = skeleton.kv_layout(skeleton.placement.dtype)
         pool_states(device, layout, config.pass_limits(on_gpu=device.type == "cuda"), share, promised=weights)
+
+
+def _log_host(host_pool: HostKVPool, layout: KVLayout) -> None:
+    slots, states = host_pool.allocator.capacity, host_pool.states
+    told = f"{slots:,} tokens, {slots * layout.bytes_per_token / 2**30:.2f} GiB"
+    if states is not None:
+        count = states.allocator.capacity
+        told += f"; states: {count:,} sequences, {count * layout.bytes_per_state / 2**30:.2f} GiB"
+    _log.info("host tier: %s", told)
 
 
 def _pass_limits(

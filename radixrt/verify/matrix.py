@@ -181,8 +181,7 @@ class _Lab:
             limits=self._config.pass_limits(on_gpu=self._device.type == "cuda"),
             runs_kernels=self._runs_kernels,
             captures=self._captures,
-            bytes_per_token=model.kv_layout(torch.float32).bytes_per_token,
-            keeps_states=model.keeps_states,
+            layout=model.kv_layout(torch.float32),
         )
 
     def hear_each_alone(self, asker: Asker) -> None:

@@ -10,6 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from memory_pool.kv_layout import KVLayout
 from radixrt.config import RuntimeConfig
 from radixrt.files.disk import temporary_folder
 from radixrt.limits import PassLimits
@@ -47,8 +48,7 @@ def situations(
     limits: PassLimits,
     runs_kernels: bool,
     captures: bool,
-    bytes_per_token: int,
-    keeps_states: bool = False,
+    layout: KVLayout,
 ) -> list[Situation]:
     """All situations that differ with these options; those of one Runtime follow one another.
 
@@ -57,8 +57,7 @@ def situations(
         seeds: of orders, cuts and disturbances; each gives situations of its own.
         limits: of the user's Runtime.
         runs_kernels, captures: whether kernels run, and whether passes are captured.
-        bytes_per_token: of KV, at most.
-        keeps_states: whether layers keep states, which are neither saved nor moved to a host.
+        layout: of KV and states; they take no more than it says.
     """
     found = [Situation("repeated", "alone, nothing cached, again", alone)]
     if config.enable_prefix_cache:
@@ -77,7 +76,7 @@ def situations(
     for seed in seeds:
         found.append(Situation(f"jitter-{seed}", f"jitter, seed {seed}", partial(_jitter, seed=seed)))
     found.append(Situation("read", "answers read as prompts", _read))
-    if config.enable_prefix_cache and not keeps_states:
+    if config.enable_prefix_cache:
         found.append(Situation("saved", "from a saved cache", _saved))
 
     def own(name: str, title: str, ask: Callable[[Asker], Iterator[Values]], **options: Any) -> None:
@@ -96,8 +95,9 @@ def situations(
         title = f"a pool of {small:,} tokens"
         own("small-pool", title, partial(_shuffled, seed=seeds[0]), max_total_tokens=small)
         own("small-pool-jitter", "that and jitter", partial(_jitter, seed=seeds[0]), max_total_tokens=small)
-        if config.enable_prefix_cache and not config.host_memory_gb and not keeps_states:
-            host = 2 * total * bytes_per_token / 1e9
+        if config.enable_prefix_cache and not config.host_memory_gb:
+            states = 8 * (len(questions) + 1) * layout.bytes_per_state  # in a quarter of it, for each two
+            host = (2 * total * layout.bytes_per_token + states) / 1e9
             title = "that and a host tier"
             own("host-tier", title, _together_warm, max_total_tokens=small, host_memory_gb=host)
     if config.enable_prefix_cache:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from memory_pool.kv_layout import KVLayout
+from memory_pool.kv_layout import KVLayout, StateLayout
 from memory_pool.kv_transfers import KVTransfer
 from memory_pool.token_to_kv_pool import HostKVPool, TokenToKVPool
 from radixrt.execution import kv_mover
@@ -52,6 +53,49 @@ def test_transfers_are_made_in_order(kernel_device: torch.device, impl: Any) -> 
     mover.run(left)
     assert not left
     assert torch.equal(pool.buffer.cpu(), kv)  # on the passes' stream, which has waited
+    assert torch.equal(host.buffer, host_kv)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        StateLayout(3, 3, 4, 2, 8, 5, torch.bfloat16),
+        StateLayout(1, 6, 3, 0, 4, 4, torch.float32),
+        StateLayout(0, 6, 3, 2, 4, 4, torch.float32),
+    ],
+    ids=["conv of an odd number of elements", "conv alone", "no layers"],
+)
+def test_transfers_of_states(kernel_device: torch.device, impl: Any, layout: StateLayout) -> None:
+    """All parts of a state in all layers, and nothing else."""
+    pool = TokenToKVPool(4, replace(LAYOUT, states=layout), num_states=7, device=kernel_device)
+    host = HostKVPool(4, pool, num_states=5)
+    assert pool.states is not None
+    assert host.states is not None
+    for part in (pool.buffer, host.buffer, *pool.states.parts, *host.states.parts):
+        part.copy_(torch.randn(part.shape, device="cpu"))
+    kv, host_kv = pool.buffer.cpu().clone(), host.buffer.clone()
+    expected = [
+        (own.cpu().clone(), other.clone()) for own, other in zip(pool.states.parts, host.states.parts, strict=True)
+    ]
+    transfers = [
+        KVTransfer(True, ids(5, 2), ids(1, 4), of_states=True),
+        KVTransfer(False, ids(3, 1), ids(5, 6), of_states=True),
+        KVTransfer(True, ids(5), ids(2), of_states=True),
+    ]
+    for transfer in transfers:
+        for own, other in expected:
+            source, target = (own, other) if transfer.to_host else (other, own)
+            target[:, transfer.targets] = source[:, transfer.sources]
+    if kernel_device.type == "cuda":
+        torch.cuda.synchronize()
+    KVMover(pool, host, kernel_device, impl).run(deque(transfers))
+    if kernel_device.type == "cuda":
+        torch.cuda.synchronize()
+    for (own, other), found, kept in zip(expected, pool.states.parts, host.states.parts, strict=True):
+        assert torch.equal(found.cpu(), own)
+        assert torch.equal(kept, other)
+    assert torch.equal(pool.buffer.cpu(), kv)
     assert torch.equal(host.buffer, host_kv)
 
 

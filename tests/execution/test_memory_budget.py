@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from memory_pool.kv_layout import KVLayout, StateLayout
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt import ParameterError, Runtime
 from radixrt.execution import executor, memory_budget
 from radixrt.execution.memory_budget import (
-    host_pool_slots,
+    host_pool_sizes,
     largest_pass,
     pool_slots,
     room_for_passes,
@@ -38,6 +40,8 @@ LIMITS = [  # requests, prompt tokens of a pass, context
     (5, 1, 256),
     (3, 16, 2),
 ]
+
+SLOT_OF_1000 = KVLayout(5, 2, 25, torch.bfloat16)  # bytes
 
 
 def new_tokens(requests: int, chunk: int, context: int) -> int:
@@ -164,13 +168,22 @@ def test_who_names_a_number_gets_it(million_free: torch.device) -> None:
 
 def test_the_host_s_pool_leaves_what_is_promised(million_free: torch.device) -> None:
     for nothing in (None, 0.0):
-        assert host_pool_slots(nothing, 1000, promised=10**9) == 0
-    assert host_pool_slots(0.001, 1000, promised=0) == 1000
-    assert host_pool_slots(0.0004, 1000, promised=600_000) == 400
+        assert host_pool_sizes(nothing, SLOT_OF_1000, promised=10**9) == (0, 0)
+    assert host_pool_sizes(0.001, SLOT_OF_1000, promised=0) == (1000, 0)
+    assert host_pool_sizes(0.0004, SLOT_OF_1000, promised=600_000) == (400, 0)
     with pytest.raises(ParameterError, match=r"host_memory_gb is 0.0005; it must be a number from 0 to 0.0004"):
-        host_pool_slots(0.0005, 1000, promised=600_000)
+        host_pool_sizes(0.0005, SLOT_OF_1000, promised=600_000)
     with pytest.raises(ParameterError, match=r"host_memory_gb is 0.0005; it must be a number from 0 to 0"):
-        host_pool_slots(0.0005, 1000, promised=2_000_000)
+        host_pool_sizes(0.0005, SLOT_OF_1000, promised=2_000_000)
+
+
+def test_a_quarter_of_the_host_s_pool_is_for_states(million_free: torch.device) -> None:
+    states = StateLayout(1, 100, 6, 1, 25, 25, torch.bfloat16)  # 3,500 bytes each
+    layout = replace(SLOT_OF_1000, states=states)
+    assert host_pool_sizes(0.0009, layout, promised=0) == (900 - 224, 64)
+    assert host_pool_sizes(0.000028, layout, promised=0) == (21, 2)
+    with pytest.raises(ParameterError, match="slots of 1,000 bytes and, in a quarter of it, two states of 3,5"):
+        host_pool_sizes(0.000027, layout, promised=0)
 
 
 def test_a_pool_on_the_cpu_is_promised_to_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,9 +29,9 @@ from radixrt import CacheFileError, ParameterError, RadixrtError, RequestOutput,
 from radixrt.cache.radix_tree import DEVICE, Namespace
 from radixrt.cache.snapshot import TreeSnapshot
 from radixrt.files import atomic_file
-from radixrt.kept_cache import cache_file, kv_part
+from radixrt.kept_cache import cache_file, parts
 from radixrt.kept_cache import storage as cache_storage
-from radixrt.kept_cache.cache_file import CacheFileReader, CacheFileWriter, KVFormat, differences
+from radixrt.kept_cache.cache_file import CacheFileReader, CacheFileWriter, RowFormat, differences, row_counts
 from radixrt.kept_cache.identity import weight_fingerprint
 from radixrt.kept_cache.storage import NUM_BUFFERS
 from radixrt.models.config import ModelConfig
@@ -135,7 +135,7 @@ def test_a_second_run_begins_with_the_cache_of_the_first(folder: Path, tmp_path:
         warm = first.generate(prompts(), GREEDY)
         cold_hits = cached(first.generate(prompts(7), GREEDY, tenant="a"))
         saved, before = first.save_cache(path), contents(first)
-        assert saved > 2 * NUM_BUFFERS * first.parts.model.storage.format.piece_tokens
+        assert saved > 2 * NUM_BUFFERS * first.parts.model.storage.formats["kv"].piece_rows
     with runtime_of(folder, dtype=dtype) as second:
         assert second.load_cache(path) == saved == second.cache_stats().evictable
         after = contents(second)
@@ -383,7 +383,7 @@ def test_new_weights_have_caches_of_their_own(folder: Path, tmp_path: Path) -> N
 
 
 def test_another_format_is_refused(kept: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_file, "VERSION", "2")
+    monkeypatch.delitem(cache_file._VERSIONS, "1")
     assert "it is of format '1', and this radixrt reads '2'" in refusal(kept, folder)
 
 
@@ -496,20 +496,21 @@ def test_pieces_of_two_files_do_not_mix(small_file: Path, folder: Path, tmp_path
     assert "has been altered" in refusal(small_file, folder)
 
 
-def empty_pieces(num_tokens: int, kv: KVFormat) -> Iterator[NDArray[np.uint8]]:
-    """Room for each piece of the KV of so many tokens."""
-    for start in range(0, num_tokens, kv.piece_tokens):
-        yield np.zeros(min(kv.piece_tokens, num_tokens - start) * kv.token_bytes, np.uint8)
+def empty_pieces(num_rows: int, rows: RowFormat) -> Iterator[NDArray[np.uint8]]:
+    """Room for each piece of so many rows."""
+    for start in range(0, num_rows, rows.piece_rows):
+        yield np.zeros(min(rows.piece_rows, num_rows - start) * rows.row_bytes, np.uint8)
 
 
 def forged(path: Path, tree: TreeSnapshot, kept: Path) -> None:
     """A file whose hashes are right, of a tree that may be none."""
     with (
         CacheFileReader.open(kept) as reader,
-        CacheFileWriter.open(path, tree, reader.kv, reader.identity) as writer,
+        CacheFileWriter.open(path, tree, reader.formats, reader.identity) as writer,
     ):
-        for piece in empty_pieces(tree.num_tokens, reader.kv):
-            writer.write(piece)
+        for name, count in row_counts(tree, reader.formats).items():
+            for piece in empty_pieces(count, reader.formats[name]):
+                writer.write(piece)
         writer.finish()
 
 
@@ -537,6 +538,7 @@ def test_no_tree(kept: Path, folder: Path, tmp_path: Path, name: str) -> None:
         "parents": [-1, 0, 0],
         "tenants": [0, 0, 0],
         "last_used": [3, 2, 9],
+        "has_state": [0, 0, 0],
         "tenant_names": (None, "a"),
     }
 
@@ -589,7 +591,7 @@ def test_ctrl_c_while_loading_changes_nothing(
         path = kept.with_name("again")
         runtime.save_cache(path)
         runtime.flush_cache()
-        before, copy, left = runtime.cache_stats(), kv_part.kv_copy, [2]
+        before, copy, left = runtime.cache_stats(), parts.kv_copy, [2]
 
         def interrupted(*arguments: Any, **options: Any) -> None:
             left[0] -= 1
@@ -597,7 +599,7 @@ def test_ctrl_c_while_loading_changes_nothing(
                 raise KeyboardInterrupt
             copy(*arguments, **options)
 
-        monkeypatch.setattr(kv_part, "kv_copy", interrupted)
+        monkeypatch.setattr(parts, "kv_copy", interrupted)
         with pytest.raises(KeyboardInterrupt):
             runtime.load_cache(path)
         assert runtime.cache_stats() == before
@@ -739,22 +741,22 @@ import os, sys
 import numpy as np
 from pathlib import Path
 from radixrt.kept_cache import cache_file
-from radixrt.kept_cache.cache_file import CacheFileWriter, KVFormat
+from radixrt.kept_cache.cache_file import CacheFileWriter, RowFormat
 from radixrt.cache.snapshot import TreeSnapshot
 
 assert "torch" not in sys.modules
 cache_file.PIECE_BYTES = 4096
 path, number = Path(sys.argv[1]), 0
-kv = KVFormat("F32", (2, 2, 2, 8))
+kv = RowFormat("F32", (2, 2, 2, 8))
 print("ready", flush=True)
 while True:
     number += 1
     ints = lambda *values: np.array(values, dtype=np.int32)
     tokens, last_used = np.full(2000, number % 97, np.int32), np.zeros(1, np.int64)
-    tree = TreeSnapshot(tokens, ints(2000), ints(-1), ints(0), last_used, (None,))
-    with CacheFileWriter.open(path, tree, kv, {"number": number}) as writer:
-        for _ in range(2000 // kv.piece_tokens):
-            writer.write(np.full(kv.piece_tokens * kv.token_bytes, number % 251, np.uint8)).result()
+    tree = TreeSnapshot(tokens, ints(2000), ints(-1), ints(0), last_used, ints(0), (None,))
+    with CacheFileWriter.open(path, tree, {"kv": kv}, {"number": number}) as writer:
+        for _ in range(2000 // kv.piece_rows):
+            writer.write(np.full(kv.piece_rows * kv.row_bytes, number % 251, np.uint8)).result()
         writer.finish()
 """
 
@@ -764,7 +766,7 @@ def read_all(path: Path) -> int:
     with CacheFileReader.open(path) as reader:
         number = int(reader.identity["number"])
         assert (reader.tree.tokens == number % 97).all()
-        for piece in empty_pieces(reader.tree.num_tokens, reader.kv):
+        for piece in empty_pieces(reader.tree.num_tokens, reader.formats["kv"]):
             reader.read(piece).result()
             assert (piece == number % 251).all()
     return number
@@ -866,7 +868,7 @@ def test_a_runtime_killed_while_it_saves(folder: Path, tmp_path: Path, monkeypat
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A piece is the most that a hash or a write is of."""
     monkeypatch.setattr(cache_file, "PIECE_BYTES", 1000)
-    kv = KVFormat("F16", (3, 2, 2, 5))
-    assert kv.token_bytes == 120
-    assert kv.piece_tokens == 8
-    assert KVFormat("F32", (100, 2, 8, 128)).piece_tokens == 1
+    kv = RowFormat("F16", (3, 2, 2, 5))
+    assert kv.row_bytes == 120
+    assert kv.piece_rows == 8
+    assert RowFormat("F32", (100, 2, 8, 128)).piece_rows == 1

@@ -19,7 +19,7 @@ from radixrt.errors import CacheFileError, DeviceLostError
 from radixrt.files import atomic_file
 from radixrt.kept_cache import cache_file
 from radixrt.kept_cache import identity as identity_of_kv
-from radixrt.kept_cache.cache_file import KVFormat
+from radixrt.kept_cache.cache_file import RowFormat
 from radixrt.kept_cache.identity import (
     cache_identity,
     rank_checksums,
@@ -276,8 +276,8 @@ def test_same_bits_are_those_of_a_number_of_ranks(folder: Path) -> None:
 
     def bits(ranks: Ranks) -> str:
         model, config = load_model(folder, deterministic=True, ranks=ranks)
-        kv = KVFormat("F32", (2, 2, 2, 8))
-        return str(cache_identity(config, "", model.placement, kv, None)["same bits"])
+        kv = RowFormat("F32", (2, 2, 2, 8))
+        return str(cache_identity(config, "", model.placement, {"kv": kv}, None)["same bits"])
 
     alone = bits(ALONE)
     assert on_ranks(2, bits) == [f"{alone}, 2 ranks"] * 2

@@ -40,6 +40,19 @@ def test_neighbours_of_one_direction_are_one_transfer() -> None:
     assert not transfers.take()
 
 
+def test_states_have_an_order_of_their_own() -> None:
+    """None of KV comes between two that can be one."""
+    transfers = KVTransfers()
+    transfers.book(KVTransfer(True, ids(5), ids(1), of_states=True))
+    transfers.book(store(ids(5), ids(1)))
+    transfers.book(KVTransfer(True, ids(6), ids(2), of_states=True))
+    transfers.book(KVTransfer(False, ids(2), ids(5), of_states=True))
+    transfers.book(store(ids(6), ids(2)))
+    taken = transfers.take()
+    assert shown(taken) == [(True, [5, 6], [1, 2]), (True, [5, 6], [1, 2]), (False, [2], [5])]
+    assert [transfer.of_states for transfer in taken] == [False, True, True]
+
+
 def test_a_target_that_is_written_twice_gets_the_last() -> None:
     transfers = KVTransfers()
     transfers.book(store(ids(5), ids(1)))

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from memory_pool.kv_layout import KVLayout
-from memory_pool.token_to_kv_pool import HostKVPool, TokenToKVPool, page_lock
+from memory_pool.page_lock import page_lock
+from memory_pool.token_to_kv_pool import HostKVPool, TokenToKVPool
 
 LAYOUT = KVLayout(2, 2, 8, torch.float32)
 

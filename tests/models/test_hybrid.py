@@ -5,7 +5,6 @@ Logits: test_parity.py.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 from collections.abc import Callable
@@ -24,7 +23,6 @@ from memory_pool.kv_layout import KVLayout, StateLayout
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt import ModelError, ParameterError, Runtime, SamplingParams
-from radixrt.cli.kept_cache import runtime_with_cache
 from radixrt.execution import memory_budget
 from radixrt.execution.memory_budget import largest_pass, pool_slots, pool_states
 from radixrt.execution.model_runner import ModelRunner, Tuning
@@ -470,7 +468,6 @@ def test_the_costs_that_plans_are_made_of(reference: tuple[Any, Path]) -> None:
     ("options", "message"),
     [
         ({"deterministic": True}, "deterministic is True, but layers of a Qwen3_5ForCausalLM keep a state"),
-        ({"host_memory_gb": 0.1}, "host_memory_gb is 0.1, but layers of a Qwen3_5ForCausalLM keep a state"),
     ],
 )
 def test_what_states_cannot_do(folder: Path, options: dict[str, Any], message: str) -> None:
@@ -491,17 +488,6 @@ def test_states_are_refused_before_weights_are_read(folder: Path, monkeypatch: p
     for options in ({"max_running_requests": 19}, {}):
         with pytest.raises(pytest.fail.Exception, match="weights are read"):
             Runtime(folder, device="cpu", max_total_tokens=300, **options)
-
-
-def test_caches_are_not_kept(folder: Path, tmp_path: Path) -> None:
-    with Runtime(folder, device="cpu", max_total_tokens=300) as runtime:
-        for keep in (runtime.save_cache, runtime.load_cache):
-            with pytest.raises(ParameterError, match=f"{keep.__name__} keeps KV alone, but layers of this model"):
-                keep(tmp_path / "cache.safetensors")
-    options = {"model": folder, "device": "cpu", "max_total_tokens": 300, "save_cache": tmp_path / "cache"}
-    begun = runtime_with_cache(argparse.Namespace(**options))
-    with pytest.raises(ParameterError, match="save_cache keeps KV alone"):
-        begun.__enter__()  # before anything is computed
 
 
 @pytest.mark.parametrize(
@@ -604,3 +590,36 @@ def test_several_answers_compute_their_prompt_once(folder: Path) -> None:
         output = runtime.generate(prompt, SamplingParams(n=6, temperature=1.0, max_new_tokens=4))
         assert output.usage.recomputed_tokens == 0
         assert runtime.parts.engine.activity.extended_tokens == 50 + 5  # and the first token of each but one
+
+
+# --- states that leave the device ---
+
+
+@pytest.mark.parametrize("options", [{}, {"chunked_prefill_size": 24, "max_running_requests": 3}], ids=str)
+def test_a_tree_in_two_tiers(reference: tuple[Any, Path], options: dict[str, Any]) -> None:
+    """A pool that holds a sixth of it: what a second round finds has been on the host."""
+    model, folder = reference
+    asked = tree(depth=3)
+    answered = [expected(model, prompt) for prompt in asked]
+    with small_runtime(folder, max_total_tokens=220, host_memory_gb=0.01, **options) as runtime:
+        assert answers(runtime, asked) == answered
+        found = runtime.generate(asked[::-1], GREEDY)
+        assert [list(output.token_ids) for output in found] == answered[::-1]
+        assert sum(output.usage.cached_tokens for output in found) >= shared_lens(asked)
+        assert runtime.cache_stats().loaded_states >= 5
+
+
+def test_a_kept_cache(reference: tuple[Any, Path], tmp_path: Path) -> None:
+    """A second run begins with the states of the first one."""
+    model, folder = reference
+    asked, path = tree(depth=3), tmp_path / "cache"
+    with small_runtime(folder, max_total_tokens=2000) as first:
+        first.generate(asked, GREEDY)
+        warm = first.generate(asked, GREEDY)
+        saved = first.save_cache(path)
+    with small_runtime(folder, max_total_tokens=2000) as second:
+        assert second.load_cache(path) == saved
+        again = second.generate(asked, GREEDY)
+        assert [list(output.token_ids) for output in again] == [expected(model, prompt) for prompt in asked]
+        cached, before = ([output.usage.cached_tokens for output in outputs] for outputs in (again, warm))
+        assert all(own >= other for own, other in zip(cached, before, strict=True))

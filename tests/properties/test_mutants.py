@@ -18,6 +18,7 @@ import pytest
 from memory_pool.kv_transfers import KVTransfer, KVTransfers
 from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
 from radixrt.cache import prefix_cache, radix_tree
+from radixrt.cache.host_states import HostStates
 from radixrt.cache.host_tier import HostTier
 from radixrt.cache.pending_match import PendingMatch
 from radixrt.cache.prefix_cache import Lease, Loan, PrefixCache
@@ -42,7 +43,7 @@ from radixrt.schedule.request import Request
 from radixrt.schedule.request_table import RequestTable
 from radixrt.schedule.sampling_table import SamplingTable
 from radixrt.schedule.scheduler import Scheduler
-from tests.cache import test_prefix_cache, test_radix_tree
+from tests.cache import test_host_states, test_prefix_cache, test_radix_tree
 from tests.schedule import test_admission, test_policy, test_scheduler
 from tests.support.forms import RuleMatcher
 from tests.support.planned_reads import PlannedWorld
@@ -80,6 +81,11 @@ FORM_SIZES = [replace(one, forms=True) for one in ALL_SIZES[:2]]
 # Hardly a state more than running answers have, and enough to keep many.
 STATE_SIZES = [replace(one, spare_states=spare) for one, spare in zip(ALL_SIZES, (4, 1, 12), strict=True)]
 STATE_SIZES += [replace(FAMILY_SIZES[0], spare_states=spare) for spare in (0, 6)]
+# Few states on the device, and on the host few or enough.
+TIERED_STATE_SIZES = [
+    replace(one, spare_states=spare, host_states=host, families=True)
+    for one, spare, host in zip(TIERED_SIZES, (1, 0, 3), (3, 20, 6), strict=True)
+]
 
 DRAFT_SIZES = [replace(one, drafts=True, max_in_flight=0) for one in ALL_SIZES]
 
@@ -1165,9 +1171,11 @@ def free_a_state_that_a_pass_reads(patch: pytest.MonkeyPatch) -> None:
 @mutant("20: a state is in one place", sizes=STATE_SIZES)
 def lose_the_state_of_an_evicted_node(patch: pytest.MonkeyPatch) -> None:
     def careless(self: PrefixCache) -> None:
-        for state in self.tree.states_given_up:
-            del self.states.kept[state]  # type: ignore[union-attr]
-        self.tree.states_given_up.clear()
+        for node in self.tree.left:
+            if node.state and node.slots[DEVICE] is None:
+                del self.states.kept[node.state]  # type: ignore[union-attr]
+                node.state = 0
+        self.tree.left.clear()
 
     patch.setattr(PrefixCache, "_drop_states", careless)
 
@@ -1229,6 +1237,100 @@ def split_keeps_the_state_above(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RadixTree, "cut", wrong)
 
 
+# -- states in two tiers ---------------------------------------------------------------------------------------
+
+
+class Late(KVTransfers):
+    """Makes those of states that `is_late` one pass later than the others."""
+
+    @staticmethod
+    def is_late(transfer: KVTransfer) -> bool:
+        raise NotImplementedError
+
+    def take(self) -> deque[KVTransfer]:
+        kept, self.kept = getattr(self, "kept", []), [one for one in self.booked if self.is_late(one)]
+        self.booked = deque([*kept, *(one for one in self.booked if not self.is_late(one))])
+        return super().take()
+
+
+@mutant("20:", sizes=TIERED_STATE_SIZES)
+def store_a_state_late(patch: pytest.MonkeyPatch) -> None:
+    """After the pass for which it made room."""
+
+    class LateStores(Late):
+        @staticmethod
+        def is_late(transfer: KVTransfer) -> bool:
+            return transfer.of_states and transfer.to_host
+
+    patch.setattr(prefix_cache, "KVTransfers", LateStores)
+
+
+@mutant("20:", sizes=TIERED_STATE_SIZES)
+def load_a_state_late(patch: pytest.MonkeyPatch) -> None:
+    """After the pass that begins with it."""
+
+    class LateLoads(Late):
+        @staticmethod
+        def is_late(transfer: KVTransfer) -> bool:
+            return transfer.of_states and not transfer.to_host
+
+    patch.setattr(prefix_cache, "KVTransfers", LateLoads)
+
+
+@mutant("20:", sizes=TIERED_STATE_SIZES)
+def load_before_the_room_is_stored(patch: pytest.MonkeyPatch) -> None:
+    class LoadsFirst(KVTransfers):
+        def take(self) -> deque[KVTransfer]:
+            self.booked = deque(sorted(self.booked, key=lambda one: one.of_states and one.to_host))
+            return super().take()
+
+    patch.setattr(prefix_cache, "KVTransfers", LoadsFirst)
+
+
+@mutant("20: a kept state", sizes=TIERED_STATE_SIZES)
+def leave_the_state_of_what_has_left_the_tree(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HostStates, "drop", lambda self, node: None)
+    drop = States.drop
+
+    def forgetful(self: States, nodes: Iterable[Node], passes: tuple[int, int]) -> None:
+        drop(self, nodes, passes)
+        for node in nodes:
+            if not len(node.tokens):
+                node.host_state = 0
+
+    patch.setattr(States, "drop", forgetful)
+
+
+@mutant("20:", sizes=TIERED_STATE_SIZES)
+def drop_the_host_s_state_with_the_device_s(patch: pytest.MonkeyPatch) -> None:
+    """It is free, and still at its node."""
+    forget = States._forget
+
+    def both(self: States, node: Node, passes: tuple[int, int]) -> None:
+        forget(self, node, passes)
+        if self.host is not None and node.host_state and node.slots[HOST] is None:
+            state = node.host_state
+            self.host.drop(node)
+            node.host_state = state
+
+    patch.setattr(States, "_forget", both)
+
+
+@mutant("20: a state is in one place", sizes=TIERED_STATE_SIZES)
+def load_into_the_own_state(patch: pytest.MonkeyPatch) -> None:
+    """What is loaded is kept, and overwritten by the lease."""
+    begin = States.begin
+
+    def sharing(self: States, row: int, node: Node, passes: tuple[int, int]) -> bool:
+        loads = self.loads(node)
+        found = begin(self, row, node, passes)
+        if found and loads:
+            self.own[row] = node.state
+        return found
+
+    patch.setattr(States, "begin", sharing)
+
+
 def walk_until_it_breaks(sizes: list[Sizes], seeds: Iterable[int], actions: int, kind: type[World] = World) -> str:
     """The first violation of the walks, or of the code's own checks; "" if there is none."""
     for seed in seeds:
@@ -1265,7 +1367,9 @@ def test_the_fault_is_found(fault: Mutant, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("actions", [40, 120])
 @pytest.mark.parametrize("world", [World, PlannedWorld])
 @pytest.mark.parametrize(
-    "sizes", [ALL_SIZES, TIERED_SIZES, STATE_SIZES], ids=["device", "device and host", "states"]
+    "sizes",
+    [ALL_SIZES, TIERED_SIZES, STATE_SIZES, TIERED_STATE_SIZES],
+    ids=["device", "device and host", "states", "states in two tiers"],
 )
 def test_without_a_fault_nothing_is_found(sizes: list[Sizes], world: type[World], actions: int) -> None:
     assert walk_until_it_breaks(sizes, range(len(sizes)), actions=actions, kind=world) == ""
@@ -1318,6 +1422,32 @@ def keep_no_room_for_followers(patch: pytest.MonkeyPatch) -> None:
         return found
 
     patch.setattr(PendingMatch, "has_leader", undemanding)
+
+
+@found_by(test_host_states.test_what_takes_the_place_of_a_state_comes_after_its_load)
+def drop_a_state_whose_load_is_booked(patch: pytest.MonkeyPatch) -> None:
+    take = KVTransfers.take
+
+    def stores_first(self: KVTransfers) -> deque[KVTransfer]:
+        self.booked = deque(sorted(self.booked, key=lambda one: one.of_states and not one.to_host))
+        return take(self)
+
+    patch.setattr(KVTransfers, "take", stores_first)
+
+
+@found_by(test_host_states.test_room_that_takes_the_end_of_the_match)
+def go_on_where_the_state_was_dropped(patch: pytest.MonkeyPatch) -> None:
+    load = PrefixCache._load
+
+    def trusting(self: PrefixCache, *arguments: Any) -> tuple[Node, int, int]:
+        at_state = Match.at_state
+        patch.setattr(Match, "at_state", property(lambda match: match))
+        try:
+            return load(self, *arguments)
+        finally:
+            patch.setattr(Match, "at_state", at_state)
+
+    patch.setattr(PrefixCache, "_load", trusting)
 
 
 @found_by(test_policy.test_more_is_expected_once_memory_has_fallen_short)

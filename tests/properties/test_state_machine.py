@@ -60,6 +60,7 @@ class EngineMachine(RuleBasedStateMachine):
         cache=st.sampled_from(["on", "on", "on", "on", "off", "force_miss"]),
         host=st.sampled_from([0, 2, 20, 60, 400]),
         states=st.sampled_from([None, None, 0, 2, 12]),
+        host_states=st.sampled_from([2, 4, 30]),
     )
     def build(
         self,
@@ -72,6 +73,7 @@ class EngineMachine(RuleBasedStateMachine):
         cache: str,
         host: int,
         states: int | None,
+        host_states: int,
     ) -> None:
         self.world = World(
             Sizes(
@@ -83,8 +85,9 @@ class EngineMachine(RuleBasedStateMachine):
                 policy=policy,
                 enabled=cache != "off",
                 force_miss=cache == "force_miss",
-                host_slots=host if states is None else 0,
+                host_slots=host,
                 spare_states=states,
+                host_states=host_states,
                 drops=True,
             )
         )
@@ -332,6 +335,7 @@ def test_state_machine_long() -> None:
     assert EVENTS["shared read by extends"] >= 20, EVENTS
     for event in MOVES:
         assert EVENTS[f"{event} under a plan"] >= 10, (event, EVENTS)
+    assert EVENTS["state loaded"] >= 25, EVENTS
     for event, least in (("load in part", 50), ("load", 25), ("eviction of what the host has", 100)):
         assert EVENTS[event] >= least, (event, EVENTS)
 
@@ -373,17 +377,19 @@ def test_random_walk_with_forms(seed: int) -> None:
     assert len(complete) >= 5
 
 
-@pytest.mark.long_unless(kept=lambda given: given["seed"] in (1, 2, 6))
+@pytest.mark.long_unless(kept=lambda given: (given["seed"], given["host_slots"]) in ((1, 0), (2, 64), (6, 64)))
+@pytest.mark.parametrize("host_slots", [0, 9, 64])
 @pytest.mark.parametrize("seed", range(12))
-def test_random_walk_with_states(seed: int) -> None:
+def test_random_walk_with_states(seed: int, host_slots: int) -> None:
     sizes = replace(random_sizes(seed), spare_states=(0, 1, 3, 16)[seed % 4], families=True, forms=seed % 3 == 0)
-    world = World(sizes)
+    world = World(replace(sizes, host_slots=host_slots, host_states=(2, 5, 20)[seed % 3]))
     walk = Walk(world, seed, faults=1 + seed % 2)
     for _ in range(120):
         walk.act()
     world.drain()
     if sizes.enabled and not sizes.force_miss:
         assert world.events["begins with a kept state"] >= 5
+        assert world.events["state loaded"] >= 1 or host_slots < 64
 
 
 def test_runs_without_torch() -> None:

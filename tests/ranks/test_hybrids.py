@@ -16,6 +16,7 @@ from torch import Tensor
 import radixrt.assembly
 from radixrt.errors import ModelError, ParameterError
 from radixrt.execution import memory_budget
+from radixrt.limits import requests_with_states
 from radixrt.models.lfm2 import Lfm2Config
 from radixrt.ranks import rank
 from radixrt.runtime import Runtime
@@ -151,18 +152,23 @@ def test_each_rank_holds_its_part(
 ) -> None:
     """As many states, and slots, as the rank that has least room for them."""
     pool_states, pool_slots, nth = rank.pool_states, rank.pool_slots, count()
-    monkeypatch.setattr(rank, "pool_states", lambda *sizes: pool_states(*sizes) - next(nth))
+
+    def fewer(*sizes: Any, promised: int | None = None) -> int:
+        """After the check before weights are read."""
+        return pool_states(*sizes) - next(nth) if promised is None else 0
+
+    monkeypatch.setattr(rank, "pool_states", fewer)
     monkeypatch.setattr(
         rank, "pool_slots", lambda *sizes, **more: min(pool_slots(*sizes, **more), 801 - next(nth))
     )
     with staged(stages, ranks, model=folders[name]) as several:
         parts = all_parts(several)
         last = len(parts) - 1
-        assert several.parts.limits.num_states == 14 + 64 - last
+        assert several.parts.limits.num_states == 11 + 64 - last
         pools = [part.kv_pool for part in parts]
         for pool in pools:
             assert pool.buffer.shape[2] == 801 - last - len(parts)
-            assert pool.states.conv.shape[1] == pool.states.recurrent.shape[1] == 1 + 14 + 64 - last
+            assert pool.states.conv.shape[1] == pool.states.recurrent.shape[1] == 1 + 11 + 64 - last
             assert pool.states.conv.shape[2] == 96 // ranks
             assert pool.states.recurrent.shape[2] == 4 // ranks
         kinds = [kind.is_recurrent for kind in parts[0].decoder.config.attention]
@@ -171,14 +177,18 @@ def test_each_rank_holds_its_part(
 
 
 def test_ranks_of_one_host_share_its_memory(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quarter of each one's share is for the states of requests that run."""
-    size = 2 * (48 * 3 + 2 * 16 * 8) * 4  # of half of the heads, in two layers
+    """As many requests run at once as fit into one's share of it."""
+    free = 40_000_000
     for module in (rank, memory_budget):
-        monkeypatch.setattr(module, "free_bytes", lambda device: 2 * 4 * 4 * 20 * size)
+        monkeypatch.setattr(module, "free_bytes", lambda device: free)
     options: dict[str, Any] = {"max_running_requests": None, "max_total_tokens": 300}
     with staged(1, 2, model=folders["qwen3.5-moe"], **options) as both:
-        assert both.parts.limits.max_running_requests == 12
-        assert both.parts.limits.num_states == 19 + 15  # of rows, and in a quarter of what these leave
+        layout = both.parts.model.decoder.kv_layout(torch.float32)
+        share = both.parts.config.share_of_memory(on_gpu=False) / 2
+        sizes = layout.bytes_per_state, layout.bytes_per_token
+        found = both.parts.limits.max_running_requests
+        assert found == requests_with_states(64, int(share * free), *sizes) < 64
+        assert found < requests_with_states(64, 2 * int(share * free), *sizes)
 
 
 # --- processes ---
@@ -214,5 +224,5 @@ def test_caches_are_not_kept(folders: dict[str, Path], tmp_path: Path) -> None:
     """Also where the first rank's stage keeps no states."""
     with staged(2, 1, model=folders["qwen3.5-moe"]) as several:
         for keep in (several.save_cache, several.load_cache):
-            with pytest.raises(ParameterError, match=f"{keep.__name__} keeps KV alone"):
+            with pytest.raises(ParameterError, match=f"{keep.__name__} keeps states that one rank has whole"):
                 keep(tmp_path / "cache.safetensors")

@@ -125,10 +125,10 @@ def test_a_follower_s_table_is_the_first_rank_s(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_transfers() -> None:
-    """In order, with their directions."""
+    """In order, with their directions, and what they are of."""
     given = [
-        KVTransfer(to_host, np.arange(count, dtype=np.int32), np.arange(5, 5 + count, dtype=np.int32))
-        for to_host, count in ((True, 3), (False, 1), (True, 0))
+        KVTransfer(to_host, np.arange(count, dtype=np.int32), np.arange(5, 5 + count, dtype=np.int32), of_states)
+        for to_host, count, of_states in ((True, 3, False), (False, 1, True), (True, 0, True))
     ]
     (message,) = decode(bytearray(encode(transfers_message(given))))
     back = transfers_of(message)

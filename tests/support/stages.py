@@ -25,7 +25,7 @@ from radixrt.models.decoder import Decoder
 from radixrt.ranks import group, leading_runner
 from radixrt.ranks.follower import Follower
 from radixrt.ranks.group import RankGroup, Shape, joined
-from radixrt.ranks.kept_parts import OwnPart
+from radixrt.ranks.kept_parts import OwnParts
 from radixrt.ranks.rank import RankParts, assemble_rank, folder_of
 from radixrt.runtime import Runtime
 from radixrt.workers.channel import Message, decode, encode
@@ -83,7 +83,7 @@ class ThreadFollowers:
         finally:
             self._loaded[rank - 1].set()
         self.parts[rank] = parts
-        follower = Follower(parts, OwnPart(parts.kv_part, self.kept_file))
+        follower = Follower(parts, OwnParts(parts.kept_parts, self.kept_file))
         while (encoded := self._queues[rank - 1].get()) is not None:
             (message,) = decode(bytearray(encoded))
             told = follower.handle(message)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import radixrt.ranks.rank
 import radixrt.verify.matrix
+from memory_pool.kv_layout import KVLayout
 from radixrt.assembly import LoadedModel
 from radixrt.config import RuntimeConfig
 from radixrt.engine.parts import Parts
@@ -232,12 +233,11 @@ def test_what_cannot_be_verified_is_refused(config: RuntimeConfig) -> None:
         verify([[5]], PARAMS, config=config, seeds=[7], only=["warmer"])
 
 
-def names(config: RuntimeConfig, *, count: int = 100, gpu: bool = False, **options: Any) -> list[str]:
+def names(config: RuntimeConfig, *, count: int = 100, gpu: bool = False) -> list[str]:
     questions = [Question(line, torch.arange(9).int().numpy(), PARAMS) for line in range(count)]
     limits = PassLimits(512, 16384) if gpu else PassLimits(64, 2048)
-    found = situations(
-        config, questions, [0, 5], limits=limits, runs_kernels=gpu, captures=gpu, bytes_per_token=1000, **options
-    )
+    layout = KVLayout(5, 2, 25, torch.bfloat16)
+    found = situations(config, questions, [0, 5], limits=limits, runs_kernels=gpu, captures=gpu, layout=layout)
     listed = [situation.name for situation in found]
     assert len({*listed}) == len(listed)
     return listed
@@ -250,7 +250,6 @@ def test_situations_follow_the_options() -> None:
     without = {"warm", "cut-0", "cut-5", "together-warm", "saved", "host-tier", "no-cache"}
     everything = names(RuntimeConfig())
     assert [name for name in everything if name not in without] == names(RuntimeConfig(enable_prefix_cache=False))
-    assert {*everything} - {*names(RuntimeConfig(), keeps_states=True)} == {"saved", "host-tier"}
     assert {*names(RuntimeConfig(), count=1)} & {
         "batch-1",
         "small-pool",

@@ -62,6 +62,7 @@ class Invariants:
         self._check_leases()
         self._check_loans()
         self._check_states(nodes)
+        self._check_host_states(nodes)
         self._check_answers()
 
     def nodes(self) -> list[tuple[Node, list[Node]]]:
@@ -85,7 +86,7 @@ class Invariants:
         total = locked = host_only = 0
         queued = Counter(id(node) for *_, node in tree.leaves[DEVICE].heap)
         host_queued = Counter(id(node) for *_, node in tree.leaves[HOST].heap)
-        kv, host_kv = self.world.runner.settled(self.world.cache.transfers.booked)
+        kv, host_kv, *_ = self.world.runner.settled(self.world.cache.transfers.booked)
         for node, path in nodes:
             name = "3: nodes have a slot a token, siblings differ, parents agree"
             require(name, all(len(node.tokens) == len(s) for s in node.slots if s is not None))
@@ -227,16 +228,36 @@ class Invariants:
             may = {states.own[lease.row], lease.node.state, *states.fresh.get(lease.row, {}).values()}
             may |= {node.state for node in self.world.cache.tree.path(lease.node)}
             require("20: a lease goes on from a state of its own path", at in may, (at, may))
+        memory = self.world.runner.settled(self.world.cache.transfers.booked)
         for node, path in nodes:
-            if node.state:
-                require("20: what has a state is on the device", node.slots[DEVICE] is not None)
+            require("20: what has a state is on the device", not node.state or node.slots[DEVICE] is not None)
+            if node.has_state:
                 tokens = np.concatenate([one.tokens for one in path])
                 weights = self.world.computed_with.get(node.namespace.weights_version, 0)
                 read = start_of(node.namespace, weights)
                 for kv in histories(node.namespace, tokens, weights):
                     read = read_on(read, kv)
-                name = "20: a kept state is that of its node's path"
-                require(name, self.world.runner.states.get(node.state) == read, (node.state, len(tokens)))
+                for tier, state in ((memory.states, node.state), (memory.host_states, node.host_state)):
+                    name = "20: a kept state is that of its node's path"
+                    require(name, not state or tier[state] == read, (state, len(tokens)))
+
+    def _check_host_states(self, nodes: list[tuple[Node, list[Node]]]) -> None:
+        """Each of the host's states is free or at one node of the tree."""
+        states, stats = self.world.cache.states, self.world.cache.stats()
+        kept = [node for node, _ in nodes if node.host_state]
+        host = None if states is None else states.host
+        if host is None:
+            name = "20: without states on the host nothing is there"
+            require(name, not kept and not any(one.of_states for one in self.world.cache.transfers.booked))
+            require(name, stats.stored_states == stats.loaded_states == 0)
+        else:
+            require("20: a kept state knows its node", host.kept == {node.host_state: node for node in kept})
+            everything = [0, *host.allocator.free_slots().tolist(), *host.kept]
+            name = "20: a state is in one place"
+            require(name, sorted(everything) == [*range(host.allocator.capacity + 1)], everything)
+        name = "4: statistics equal their recount"
+        require(name, stats.host_states == len(kept))
+        require(name, stats.kept_states == sum(node.has_state for node, _ in nodes))
 
     def _check_host_slots(self, nodes: list[tuple[Node, list[Node]]]) -> None:
         used = [int(s) for node, _ in nodes if node.slots[HOST] is not None for s in node.slots[HOST]]
@@ -437,5 +458,8 @@ class Invariants:
         require(
             name, self.world.host_slots is None or self.world.host_slots.num_free == self.world.host_slots.capacity
         )
+        states = self.world.cache.states
+        for pool in (states, None if states is None else states.host):
+            require(name, pool is None or pool.allocator.num_free == pool.allocator.capacity)
         require("8: every answer ends", all(r.finished for r in self.world.answers))
         self.check()

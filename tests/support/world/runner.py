@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,6 +34,23 @@ from tests.support.world.model import (
 
 class SimulatedFailure(RuntimeError):
     """A pass that the test told to fail."""
+
+
+class Memory(NamedTuple):
+    """What device and host hold, by slot and by state."""
+
+    kv: np.ndarray
+    host_kv: np.ndarray
+    states: np.ndarray
+    host_states: np.ndarray
+
+    def side(self, *, of_states: bool, on_host: bool) -> np.ndarray:
+        return self[2 * of_states + on_host]
+
+    def make(self, transfer: KVTransfer) -> None:
+        source = self.side(of_states=transfer.of_states, on_host=not transfer.to_host)
+        target = self.side(of_states=transfer.of_states, on_host=transfer.to_host)
+        target[transfer.targets] = source[transfer.sources]
 
 
 @dataclass
@@ -66,21 +84,24 @@ class SimulatedRunner:
     """
 
     def __init__(
-        self, rows: ReqToTokenPool, num_slots: int, num_host_slots: int, prefill_budget: int, max_samples: int
+        self,
+        rows: ReqToTokenPool,
+        sizes: tuple[int, int, int, int],  # of `Memory`
+        prefill_budget: int,
+        max_samples: int,
     ) -> None:
         self.host_rows = rows
         self.prefill_budget = prefill_budget
         self.max_samples = max_samples
         self.req_to_token = np.zeros_like(rows.req_to_token)
-        self.kv = np.full(num_slots, POISON, dtype=np.uint64)
-        self.states: dict[int, int] = {}  # what the device has in each, if there are some
-        self.host_kv = np.full(num_host_slots, POISON, dtype=np.uint64)
+        self.memory = Memory(*(np.full(size, POISON, dtype=np.uint64) for size in sizes))
+        self.kv, self.states = self.memory.kv, self.memory.states
         self.transfers: deque[KVTransfer] = deque()  # started, not yet made
         self.transfers_started = self.transfers_made = 0
-        self.stale: tuple[set[int], set[int]] = (
-            set(),
-            set(),
-        )  # freed slots of device and host, still to be copied
+        # What was freed and is still to be copied: of KV and states, and of device and host.
+        self.stale: dict[tuple[bool, bool], set[int]] = {
+            (of_states, on_host): set() for of_states in (False, True) for on_host in (False, True)
+        }
         self.last_token = np.zeros(rows.max_requests, dtype=np.int32)
         self.queue: deque[SimulatedPass] = deque()  # launched, not yet run
         self.in_flight: deque[SimulatedPass] = deque()  # launched, not yet collected
@@ -125,25 +146,34 @@ class SimulatedRunner:
         """Make the oldest transfer that has been started."""
         transfer = self.transfers.popleft()
         self.transfers_made += 1
-        make(transfer, self.kv, self.host_kv)
+        self.memory.make(transfer)
         # Sources that were freed in the meantime are overwritten as soon as nobody is to copy them.
-        sources = set(transfer.sources.tolist())
-        stale, kv = self._side(transfer)
-        still_read = {int(s) for t in self.transfers if t.to_host == transfer.to_host for s in t.sources}
-        gone = sorted((sources & stale) - still_read)
-        kv[gone] = POISON
+        side = transfer.of_states, not transfer.to_host
+        stale, memory = self.stale[side], self.memory.side(of_states=side[0], on_host=side[1])
+        gone = sorted((set(transfer.sources.tolist()) & stale) - self._read_of(side, self.transfers))
+        memory[gone] = POISON
         stale.difference_update(gone)
 
-    def _side(self, transfer: KVTransfer) -> tuple[set[int], np.ndarray]:
-        """Of a transfer's source: slots that are to be overwritten, and the KV."""
-        return (self.stale[0], self.kv) if transfer.to_host else (self.stale[1], self.host_kv)
+    def _read_of(self, side: tuple[bool, bool], transfers: Iterable[KVTransfer]) -> set[int]:
+        """What transfers are still to read of KV or of states, on one side."""
+        return {int(s) for t in transfers if (t.of_states, not t.to_host) == side for s in t.sources}
 
-    def settled(self, booked: Sequence[KVTransfer]) -> tuple[np.ndarray, np.ndarray]:
+    def freed(self, slots: np.ndarray, booked: Iterable[KVTransfer], *, of_states: bool, on_host: bool) -> None:
+        """Whoever still reads a free slot or state reads nonsense; transfers that are booked may read it yet."""
+        side = of_states, on_host
+        read = self._read_of(side, (*self.transfers, *booked))
+        for slot in slots.tolist():
+            if slot in read:
+                self.stale[side].add(slot)
+            else:
+                self.memory.side(of_states=of_states, on_host=on_host)[slot] = POISON
+
+    def settled(self, booked: Sequence[KVTransfer]) -> Memory:
         """What device and host will hold once all transfers are made, those that are only `booked` too."""
-        kv, host_kv = self.kv.copy(), self.host_kv.copy()
+        memory = Memory(*(each.copy() for each in self.memory))
         for transfer in (*self.transfers, *booked):
-            make(transfer, kv, host_kv)
-        return kv, host_kv
+            memory.make(transfer)
+        return memory
 
     def count(self, booking: Booking | None) -> None:
         """A pass that is about to be launched, whether that succeeds or not."""
@@ -308,7 +338,7 @@ class SimulatedRunner:
         finite = np.ones(batch.num_rows, dtype=bool)
         self.kv[self.pad_slot] = POISON  # what a padded row writes
         self._check_states(batch)
-        began_with = dict(self.states)
+        began_with = self.states.copy()
         first_tokens = np.cumsum(batch.seq_lens - batch.prefix_lens) - (batch.seq_lens - batch.prefix_lens)
         for i in self._order(flight):
             answer, at = flight.booking.answers[i], int(first_tokens[i])
@@ -322,7 +352,7 @@ class SimulatedRunner:
             for position, slot in enumerate(slots.tolist()):
                 if position == start and batch.state_reads is not None and not self._tainted(flight, i):
                     begun, zeros = int(batch.state_reads[i]), start_of(answer.request.namespace, self.weights)
-                    got = began_with.get(begun, POISON) if begun else zeros
+                    got = int(began_with[begun]) if begun else zeros
                     self._require("20: a row begins with the state of its prefix", got == read, (i, begun, start))
                 if position >= start:
                     token = int(batch.input_ids[at])
@@ -433,10 +463,3 @@ class SimulatedRunner:
             ):
                 return True
         return answer.log.finish_reason is FinishReason.ERROR
-
-
-def make(transfer: KVTransfer, kv: np.ndarray, host_kv: np.ndarray) -> None:
-    if transfer.to_host:
-        host_kv[transfer.targets] = kv[transfer.sources]
-    else:
-        kv[transfer.targets] = host_kv[transfer.sources]

@@ -13,7 +13,7 @@ from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.slot_allocator import SlotAllocator
 from radixrt.cache.prefix_cache import Lease, Loan, PrefixCache
 from radixrt.cache.radix_tree import DEVICE, HOST, Match, Namespace, Node
-from radixrt.cache.snapshot import TreeSnapshot, take_snapshot
+from radixrt.cache.snapshot import Adoption, TreeSnapshot, take_snapshot
 from radixrt.cache.states import States
 from radixrt.engine.driver import Driver
 from radixrt.engine.engine import Engine
@@ -59,7 +59,8 @@ class Sizes:
     families: bool = False  # walks submit prompts that begin with one another, together
     drops: bool = False  # some requests say how little of them later ones need
     forms: bool = False  # some answers have a form; not beside drafts
-    spare_states: int | None = None  # of a model that keeps some: beside one for each row; not with a host tier
+    spare_states: int | None = None  # of a model that keeps some: beside one for each row
+    host_states: int = 4  # of such a model, with a host tier
 
 
 class CheckedEngine:
@@ -101,6 +102,8 @@ class World:
         self.rows = ReqToTokenPool(s.num_rows, s.context_len)
         self.slots = SlotAllocator(s.num_slots)
         self.host_slots = SlotAllocator(s.host_slots) if s.host_slots else None
+        num_states = 0 if s.spare_states is None else s.num_rows + 1 + s.spare_states
+        host_states = s.host_states if num_states and s.host_slots else 0
         self.cache = PrefixCache(
             self.rows,
             self.slots,
@@ -108,14 +111,17 @@ class World:
             min_store_tokens=MIN_STORE_TOKENS,
             enabled=s.enabled,
             force_miss=s.force_miss,
-            states=None if s.spare_states is None else self._watched_states(s.num_rows + 1 + s.spare_states),
+            states=None if s.spare_states is None else self._watched_states(num_states),
+            host_states=self._watched_allocator(s.host_states, on_host=True) if host_states else None,
+            tokens_each_state=3,
         )
         max_samples = max(s.max_samples, s.max_running)
         config = SchedulerConfig(
             s.max_running, s.chunk, max_samples, s.policy, max_times_skipped=MAX_TIMES_SKIPPED, num_lanes=s.lanes
         )
         self.scheduler = Scheduler(self.cache, config)
-        self.runner = SimulatedRunner(self.rows, s.num_slots, s.host_slots, s.chunk, max_samples)
+        sizes = s.num_slots, s.host_slots, num_states, host_states
+        self.runner = SimulatedRunner(self.rows, sizes, s.chunk, max_samples)
         self.engine = Engine(self.scheduler, self.runner, max_in_flight=s.max_in_flight * s.lanes)
         self.engine.max_forced_rows = s.max_forced_rows
         self.answers: list[Answer] = []
@@ -131,7 +137,8 @@ class World:
         self.computed: dict[Lease, int] = {}  # positions known to be computed under each lease
         self.weights: dict[int, int] = {}  # the weights that each answer was submitted to
         self.prepared: list[Request] = []
-        self.kept: tuple[TreeSnapshot, np.ndarray, int] | None = None  # with its KV, and the weights it is of
+        # With its KV and states, and the weights it is of.
+        self.kept: tuple[TreeSnapshot, np.ndarray, np.ndarray, int] | None = None
         self.in_flight: deque[Booking] = deque()  # planned, and not booked yet
         self.invariants = Invariants(self)
         self.drafts = Drafts(self) if s.drafts else None
@@ -139,17 +146,21 @@ class World:
         self._observe()
 
     def _watched_states(self, count: int) -> States:
-        """Those of a model; whoever still reads a free one reads nonsense."""
-        states = States(SlotAllocator(count), self.rows.max_requests, least_gain=1)
-        free = states.allocator.free
+        """Those of a model."""
+        allocator = self._watched_allocator(count, on_host=False)
+        return States(allocator, self.rows.max_requests, least_gain=1)
+
+    def _watched_allocator(self, count: int, *, on_host: bool) -> SlotAllocator:
+        """Of states; whoever still reads a free one reads nonsense."""
+        allocator = SlotAllocator(count)
+        free = allocator.free
 
         def watched_free(freed: np.ndarray) -> None:
             free(freed)
-            for state in freed.tolist():
-                self.runner.states[state] = POISON
+            self.runner.freed(freed, self.cache.transfers.booked, of_states=True, on_host=on_host)
 
-        states.allocator.free = watched_free
-        return states
+        allocator.free = watched_free
+        return allocator
 
     def _observe(self) -> None:
         """Listen in on what the world cannot see from outside."""
@@ -160,11 +171,11 @@ class World:
 
         def watched_free(slots: np.ndarray) -> None:
             free(slots)
-            self._overwrite(slots, to_host=True)
+            self.runner.freed(slots, self.cache.transfers.booked, of_states=False, on_host=False)
 
         def watched_host_free(slots: np.ndarray) -> None:
             host_free(slots)
-            self._overwrite(slots, to_host=False)
+            self.runner.freed(slots, self.cache.transfers.booked, of_states=False, on_host=True)
             self.events["host eviction"] += bool(len(slots))
 
         def watched_alloc(count: int) -> np.ndarray | None:
@@ -186,11 +197,17 @@ class World:
                 match == found,
                 (answer.request.index, match, found),
             )
+            stats, at_state = self.cache.stats(), match.at_state
+            is_on_device = at_state.node.state > 0
             lease = acquire(namespace, tokens, match, reserve, loan)
             if lease is not None and self.cache.states is not None:
                 require("20: a match ends where a state was kept", not lease.matched or bool(lease.node.state))
+                is_whole = lease.matched == at_state.length
+                require("20: what the device has is found", is_whole or not is_on_device)
+                self.events["state dropped before it was loaded"] += not is_whole
                 self.events["begins with a kept state"] += bool(lease.matched)
-                self.stateless_tokens += found.on_device.length - lease.matched
+                self.stateless_tokens += found.length - at_state.length
+                self.events["state loaded"] += self.cache.stats().loaded_states - stats.loaded_states
             if lease is not None:
                 require("13: what is scored is computed", lease.matched <= limit)
                 self.invariants.check_computed_once(namespace, tokens, limit, lease)
@@ -338,19 +355,6 @@ class World:
             out.add(leaf.last_access)
         return out
 
-    def _overwrite(self, slots: np.ndarray, *, to_host: bool) -> None:
-        """Whoever still reads a free slot reads nonsense; transfers that are booked may read it yet."""
-        started, booked = self.runner.transfers, self.cache.transfers.booked
-        read = {int(s) for t in (*started, *booked) if t.to_host == to_host for s in t.sources}
-        stale, kv = (
-            (self.runner.stale[0], self.runner.kv) if to_host else (self.runner.stale[1], self.runner.host_kv)
-        )
-        for slot in slots.tolist():
-            if slot in read:
-                stale.add(slot)
-            else:
-                kv[slot] = POISON
-
     # what can happen
 
     def namespace(self, tenant: str | None = None) -> Namespace:
@@ -476,12 +480,16 @@ class World:
         """Keep what is cached once all has run to its end, as a file would."""
 
         def save() -> None:
-            snapshot, slots = take_snapshot(self.cache.tree, self.weights_version)
+            snapshot, slots, states = take_snapshot(self.cache.tree, self.weights_version)
             require("kept: a snapshot is a tree of prefixes", snapshot.fault(VOCAB) is None, snapshot.fault(VOCAB))
-            kv = self.runner.kv[np.maximum(slots, 0)]
-            kv[slots < 0] = self.runner.host_kv[-slots[slots < 0]]
+            memory = self.runner.memory
+            kv, of_states = memory.kv[np.maximum(slots, 0)], np.full(len(states), POISON, np.uint64)
+            kv[slots < 0] = memory.host_kv[-slots[slots < 0]]
+            of_states[states > 0] = memory.states[states[states > 0]]
+            of_states[states < 0] = memory.host_states[-states[states < 0]]
             self.events["save from the host"] += bool((slots < 0).any())
-            self.kept = snapshot, kv, self.computed_with[self.weights_version]
+            self.events["save of a state from the host"] += bool((states < 0).any())
+            self.kept = snapshot, kv, of_states, self.computed_with[self.weights_version]
 
         self.events["save"] += 1
         Driver(CheckedEngine(self), lambda answer: None).while_idle(save)
@@ -491,7 +499,7 @@ class World:
 
         def load() -> None:
             assert self.kept is not None
-            snapshot, kv, weights = self.kept
+            snapshot, kv, of_states, weights = self.kept
             if weights != self.runner.weights or weights != self.computed_with[self.weights_version]:
                 return
             self.fail_alloc = False
@@ -500,6 +508,7 @@ class World:
             count = adoption.num_taken
             require("kept: slots by state add up", self.cache.stats().arriving == count)
             self.runner.kv[adoption.slots[adoption.slots > 0]] = kv[adoption.slots > 0]
+            self.runner.states[adoption.states[adoption.states > 0]] = of_states[adoption.states > 0]
             if fails:
                 self.cache.cancel_adoption(adoption)
                 require("kept: what is given up leaves no trace", self.slots.num_free == before)
@@ -510,20 +519,31 @@ class World:
             require("kept: what is left out had no room", not adoption.left_out or not self.slots.num_free)
             self.events["load of a file"] += bool(count)
             self.events["load in part"] += bool(count and adoption.left_out)
-            self._check_loaded(snapshot, adoption.left_out)
+            states = self.cache.states
+            if states is not None:
+                name = "kept: what is left out had no room"
+                require(name, not adoption.left_out_states or adoption.left_out or not states.allocator.num_free)
+            self.events["load of states"] += adoption.num_taken_states
+            self._check_loaded(snapshot, adoption)
 
         Driver(CheckedEngine(self), lambda answer: None).while_idle(load)
 
-    def _check_loaded(self, snapshot: TreeSnapshot, left_out: int) -> None:
-        """Every kept prefix is matched whole, but for the tokens that were left out."""
-        found = 0
+    def _check_loaded(self, snapshot: TreeSnapshot, adoption: Adoption) -> None:
+        """Every kept prefix is matched whole, but for the tokens that were left out, and likewise its states."""
+        found = states = 0
         paths: list[np.ndarray] = []
         for i, (parent, own) in enumerate(zip(snapshot.parents, snapshot.parts(snapshot.tokens), strict=True)):
             paths.append(own if parent < 0 else np.concatenate([paths[parent], own]))
             namespace = self.namespace(snapshot.tenant_names[snapshot.tenants[i]])
             above = len(paths[i]) - len(own)
-            found += max(0, self.cache.tree.match(namespace, paths[i]).on_device.length - above)
+            match = self.cache.tree.match(namespace, paths[i])
+            found += max(0, match.on_device.length - above)
+            if snapshot.has_state[i] and self.cache.states is not None and match.at_boundary:
+                states += match.length == len(paths[i]) and match.node.has_state
+        left_out = adoption.left_out
         require("kept: a prefix is found", found == snapshot.num_tokens - left_out, (found, left_out))
+        expected = snapshot.num_states - adoption.left_out_states
+        require("kept: a state is found", states >= expected, (states, expected))
 
     def step(self, launched: Callable[[], None] = lambda: None) -> list[Answer]:
         num_launched, flying = self.cache.passes_launched, len(self.in_flight)
