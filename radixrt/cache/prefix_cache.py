@@ -626,8 +626,7 @@ class PrefixCache(CountsHits):
         if tail is not None:
             self.commit(lease, tail, lease.allocated_len)
         node = None if tail is None else lease.node
-        ended = self.passes_ended  # none in flight has anything to do with its row
-        self.states.release(lease.row, node, (ended, ended), comes_back=lease.comes_back)
+        self.states.release(lease.row, node, self.passes, comes_back=lease.comes_back)
         return tail is not None
 
     def _longest(self, node: Node, tokens: Tokens, start: int, limit: int) -> Loan | None:

@@ -209,7 +209,7 @@ def test_other_layouts_are_refused(kept: Path, folder: Path, tmp_path: Path) -> 
     assert "conv of states is float32 [2, 96, 3] in the file, float32 [2, 128, 3] in the model" in message
     message = refusal(kept, folder, dtype="bfloat16")
     assert "conv of states is float32 [2, 96, 3] in the file, bfloat16 [2, 96, 3] in the model" in message
-    assert "conv of states is F32 [2, 96, 3] in the file, not named in the model" in refusal(kept, plain)
+    assert "conv of states is float32 [2, 96, 3] in the file, not named in the model" in refusal(kept, plain)
 
 
 def test_parts_of_states_are_not_kept(folder: Path, tmp_path: Path) -> None:

@@ -1287,7 +1287,7 @@ def load_before_the_room_is_stored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(prefix_cache, "KVTransfers", LoadsFirst)
 
 
-@mutant("20: a kept state", sizes=TIERED_STATE_SIZES)
+@mutant("20: a kept state", "assert", sizes=TIERED_STATE_SIZES)
 def leave_the_state_of_what_has_left_the_tree(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HostStates, "drop", lambda self, node: None)
     drop = States.drop
