@@ -24,7 +24,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # of the
 
 # Of the greatest element. Steps round what they read out alone; in chunks, products round what they multiply.
 STEP = {torch.float64: 1e-12, torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-CHUNKS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+# In float32 sums of log decays reach hundreds in a chunk, and are rounded.
+CHUNKS = {torch.float64: 1e-12, torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 HEADS_AND_DIMS = [
     ((1, 4), (128, 64)),
     ((2, 4), (64, 80)),
