@@ -35,10 +35,10 @@ class PassLimits:
 
     @property
     def own_states(self) -> int:
-        """States that requests have of their own, where layers keep some. Where many end in one pass, others begin
-        a pass later.
+        """States that requests have of their own, where layers keep some, and two that stay free for others. Where
+        many requests end in one pass, others begin a pass later.
         """
-        return self.max_running_requests + self.max_running_requests // 8 + 1
+        return self.max_running_requests + max(2, self.max_running_requests // 8 + 1)
 
 
 NO_PASSES = PassLimits(max_running_requests=0, chunked_prefill_size=0)
@@ -46,6 +46,7 @@ NO_PASSES = PassLimits(max_running_requests=0, chunked_prefill_size=0)
 GPU_LIMITS = PassLimits(max_running_requests=2048, chunked_prefill_size=16_384)
 CPU_LIMITS = PassLimits(max_running_requests=64, chunked_prefill_size=2048)
 
+PASS_BYTES = 4 * 10**9  # about what the largest pass and its graphs need on a GPU, beside the pool
 _BYTES_A_LOGIT = 17  # of a pass whose requests want everything; measured on an H200
 _MAX_SHARE = 0.15  # of the free memory, for what grows with the requests at once
 _TOKENS_A_REQUEST = 256  # that the KV pool should hold for each
@@ -73,7 +74,8 @@ def requests_at_once(
 
 def requests_with_states(most: int, free: int, bytes_per_state: int, bytes_per_slot: int) -> int:
     """How many of `most` requests run at once where nobody says, and layers keep a state of each, of more than 0
-    bytes: as many as three quarters of `free` bytes hold, with the KV of a thousand tokens of each.
+    bytes: as many as three quarters of `free` bytes, which passes leave, hold with the KV of a thousand tokens of
+    each.
     """
     if not bytes_per_state:
         return most

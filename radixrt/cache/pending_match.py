@@ -6,6 +6,7 @@ from bisect import insort
 
 from radixrt.cache.prefix_cache import Frontier, Lease, Loan, PrefixCache
 from radixrt.cache.radix_tree import NO_MATCH, Match, Namespace, Tokens, common_prefix
+from radixrt.cache.states import FEWEST
 
 
 class PendingMatch:
@@ -23,6 +24,7 @@ class PendingMatch:
         self._leader: Lease | None = None
         self._frontier: Frontier | None = None  # of the leader, when it was found
         self.leader_match_len = 0
+        self._leader_version = 0  # of the states, when it was found
         self._usable: int | None = None  # of the match, at a version of the states; None: it is to be looked up
         self._states_version = 0
         self._version = cache.tree.version
@@ -53,10 +55,15 @@ class PendingMatch:
         return self._match
 
     def has_leader(self) -> bool:
-        """Whether a live request is computing the token that follows the match."""
-        self.length()  # forgets the leader where the match has changed
+        """Whether a live request is computing the token that follows the match; or where there are states, will
+        leave one that saves some tokens.
+        """
+        matched, states = self.length(), self._cache.states  # forgets the leader where the match has changed
         if self._leader is not None and self._leader.frontier is self._frontier:
-            return True
+            is_ahead = states is None or self.leader_match_len > matched
+            # One that computes a part of the match again is needed until somebody's state is there.
+            if is_ahead or (states is not None and self._leader_version == states.version):
+                return True
         # The leader may have come further; or an edge was split, and the match is as long as before.
         self._leader = leader = self._cache.leader(self.match(), self._tokens, self._limit)
         if leader is None:
@@ -64,7 +71,11 @@ class PendingMatch:
         self._frontier = leader.frontier
         length = min(len(leader.tokens), self._limit)
         self.leader_match_len = common_prefix(leader.tokens[:length], self._tokens[:length])
-        return True
+        if states is not None:
+            self._leader_version = states.version
+            if self.leader_match_len < min(FEWEST, states.least_gain):
+                self._leader = None
+        return self._leader is not None
 
     def keep_where_it_parts(self) -> None:
         """Let the leader leave a state where these tokens part from its own, if it has not come there yet."""

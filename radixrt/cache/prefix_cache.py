@@ -118,17 +118,17 @@ class CacheStats(CountsHits):
     host_free: int = 0
     stateless_tokens: int = 0  # that were in the tree, and were computed again since no state was there
     states_given_up_unused: int = 0  # left where prompts part, and given up before any request began with them
-    state_capacity: int = 0  # states of the pool, without the reserved one; the next four add up to it
+    state_capacity: int = 0  # of the pool, without the reserved one: the next four, and arriving ones
     state_free: int = 0
     state_own: int = 0  # of running requests
     state_kept: int = 0  # at nodes of the tree
     state_pending: int = 0
     state_ends: int = 0  # of those that are kept: ends of answers that no request has gone on from
     state_unused: int = 0  # left where prompts part, with which no request has begun yet
-    stored_states: int = 0  # of sequences, copied to the host
-    loaded_states: int = 0  # copied back from it
-    host_states: int = 0  # that have a copy on the host
-    kept_states: int = 0  # at ends of prefixes, in one tier or both
+    state_stored: int = 0  # copied to the host
+    state_loaded: int = 0  # copied back from it
+    state_on_host: int = 0  # that have a copy there
+    state_nodes: int = 0  # nodes of the tree that have one, in one tier or both
 
     @property
     def host_tokens(self) -> int:
@@ -329,6 +329,8 @@ class PrefixCache(CountsHits):
                     self.states.expect(match.node)
                 slots = self._alloc(match.length - matched)
         if slots is None:
+            if self.states is not None:
+                self.states.expect(None)
             self.tree.unlock(node)
             return None
         row = self.rows.alloc()
@@ -554,10 +556,10 @@ class PrefixCache(CountsHits):
             host_free=0 if host is None else host.slots.num_free,
             stateless_tokens=self.stateless_tokens,
             **({} if self.states is None else self.states.figures()),
-            stored_states=0 if host_states is None else host_states.stored,
-            loaded_states=0 if host_states is None else host_states.loaded,
-            host_states=0 if host_states is None else len(host_states.kept),
-            kept_states=0 if self.states is None else self.states.num_kept,
+            state_stored=0 if host_states is None else host_states.stored,
+            state_loaded=0 if host_states is None else host_states.loaded,
+            state_on_host=0 if host_states is None else len(host_states.kept),
+            state_nodes=0 if self.states is None else self.states.num_kept,
         )
 
     def _alloc(self, count: int) -> Slots | None:
@@ -626,7 +628,8 @@ class PrefixCache(CountsHits):
         if tail is not None:
             self.commit(lease, tail, lease.allocated_len)
         node = None if tail is None else lease.node
-        self.states.release(lease.row, node, self.passes, comes_back=lease.comes_back)
+        ended = self.passes_ended  # none in flight has anything to do with its row
+        self.states.release(lease.row, node, (ended, ended), comes_back=lease.comes_back)
         return tail is not None
 
     def _longest(self, node: Node, tokens: Tokens, start: int, limit: int) -> Loan | None:

@@ -21,7 +21,7 @@ fresh one, which the next pass reads.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 
 import numpy as np
@@ -34,6 +34,9 @@ from radixrt.cache.radix_tree import DEVICE, Node
 NO_STATE = 0
 FOR_FRESH = 2  # states that leases begin without, as long as others run: what is not kept is computed again
 LEAST_GAIN = 32  # tokens that a state saves, where nobody waits for it
+FEWEST = (
+    2  # tokens from the begin, before which there is no stop and no wait: all prompts of a model begin with one
+)
 
 
 class States:
@@ -59,8 +62,7 @@ class States:
         self.host: HostStates | None = None
         # Of kept ones with which no lease has begun yet: of ends of answers, and those that others wait for.
         self.ends, self.unused = set[int](), set[int]()
-        self.pending: list[tuple[int, int]] = []  # after which pass, and which state
-        self._last_pass = np.zeros(allocator.capacity + 1, np.int64)  # that has read or written each state
+        self.pending: deque[tuple[int, int]] = deque()  # after which pass, and which state
         self.fresh: dict[int, dict[int, int]] = {}  # by row, those that were left and not published, by position
         self.version = self.given_up_unused = 0
         self._num_begun = 0  # leases that have one of their own
@@ -90,7 +92,8 @@ class States:
         self.expect(node)
         self._readers[node.state] += 1  # which must not go
         reserved, loads = FOR_FRESH if self._num_begun else 0, self.loads(node) > 0
-        self.make_room(1 + reserved + loads, passes)
+        # For the next one, too: what goes is free once passes have ended.
+        self.make_room(2 + reserved + loads, passes)
         self._readers[node.state] -= 1
         self.expect(None)
         # What is loaded is read by the coming pass, and may go then: it takes what is reserved.
@@ -123,19 +126,17 @@ class States:
             after = int(self.own[row])
         self._has_read(row, before)
         self.at[row] = after
-        self._last_pass[[before, after]] = passes[0] + 1
         if fresh is not None and keep_at is not None:
             self.fresh.setdefault(row, {})[keep_at] = fresh
             self._readers[fresh] += 1
         return before, after
 
-    def step_each(self, rows: Int32Array, passes: tuple[int, int]) -> tuple[Int32Array, Int32Array]:
+    def step_each(self, rows: Int32Array) -> tuple[Int32Array, Int32Array]:
         """`step` of several rows `[n]`, none of which leaves a fresh state."""
         before, after = self.at[rows], self.own[rows]
         for place in np.flatnonzero(before != after):  # seldom: a row's first pass, or that after a fresh state
             self._has_read(int(rows[place]), int(before[place]))
         self.at[rows] = after
-        self._last_pass[before] = self._last_pass[after] = passes[0] + 1
         return before, after
 
     def publish(self, row: int, position: int, node: Node, passes: tuple[int, int]) -> None:
@@ -204,12 +205,8 @@ class States:
 
     def pass_ended(self, ended: int) -> None:
         """Free what waited for the passes up to number `ended`."""
-        waiting, self.pending = self.pending, []
-        for last_pass, state in waiting:
-            if last_pass > ended:
-                self.pending.append((last_pass, state))
-            else:
-                self._free(state)
+        while self.pending and self.pending[0][0] <= ended:
+            self._free(self.pending.popleft()[1])
 
     def make_room(self, count: int, passes: tuple[int, int], *, ends_only: bool = False) -> None:
         """Let `count` states be free, now or once passes in flight have ended, by giving up those that are needed
@@ -263,9 +260,11 @@ class States:
             self._coming.append(state)
 
     def _give_up(self, state: int, passes: tuple[int, int]) -> None:
-        last_pass = int(self._last_pass[state])
-        if last_pass > passes[1]:
-            self.pending.append((last_pass, state))
+        # For all passes, also where the last one to use it has ended: else requests that begin together would each
+        # take a state that others wait for, which finds half as much where there are few (fewshot in file order).
+        launched, ended = passes
+        if launched > ended:
+            self.pending.append((launched, state))
         else:
             self._free(state)
 

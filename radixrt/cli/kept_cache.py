@@ -120,7 +120,7 @@ def _told(runtime: Runtime, num_tokens: int) -> str:
     """What a cache that is loaded first and saved last has."""
     told = f"{num_tokens:,} cached tokens"
     if runtime.limits.num_states:
-        told += f" with {runtime.cache_stats().kept_states:,} states"
+        told += f" with {runtime.cache_stats().state_nodes:,} states"
     return told
 
 

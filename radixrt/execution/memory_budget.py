@@ -130,9 +130,9 @@ def free_bytes(device: torch.device) -> int:
 def pool_states(
     device: torch.device, layout: KVLayout, limits: PassLimits, memory_fraction: float, promised: int = 0
 ) -> int:
-    """States of a pool, the reserved one included, in a share of free memory, of which weights will have taken
-    `promised` bytes; 0 where no layer of the model keeps any. Raises ParameterError where those of the rows do not
-    fit.
+    """States of a pool, the reserved one included, in a share of free memory, of which weights or passes will have
+    taken `promised` bytes; 0 where no layer of the model keeps any. Raises ParameterError where those of requests
+    do not fit.
     """
     if layout.states is None:
         return 0

@@ -52,6 +52,7 @@ _BOUNDS = {
     "linear_value_head_dim": (1, 2**14),
     "linear_conv_kernel_dim": (2, 2**8),
     "conv_L_cache": (2, 2**8),
+    "moe_shared_expert_intermediate_size": (1, 2**22),
     "mamba_n_heads": (1, 2**12),
     "mamba_n_groups": (1, 2**12),
     "mamba_d_state": (1, 2**14),

@@ -16,10 +16,10 @@ from layers.place import Place
 from layers.placement import Placement
 from layers.ranks import ALONE
 from radixrt.errors import ModelError
-from radixrt.models.config import read_attention
+from radixrt.models.config import check_sizes, read_attention
 from radixrt.models.decoder import Block, FeedForward, Mixer
 from radixrt.models.granite import Granite, GraniteBlock, GraniteConfig
-from radixrt.models.mamba2 import Mamba2Config
+from radixrt.models.mamba2 import Mamba2Config, read_dt_limits
 from radixrt.models.mixtral import MixtureConfig, split_experts
 
 _MIXTURE = re.compile(r"(.*\.block_sparse_moe\.)(.*)")
@@ -46,6 +46,7 @@ class Granite4Config(Mamba2Config, MixtureConfig, GraniteConfig):
     @classmethod
     def read_family(cls, source: Any) -> dict[str, Any]:
         dense = {"num_experts": 0, "top_k": 0, "expert_size": 0}
+        check_sizes({"mamba_d_head": source.mamba_d_head})  # which may be made of others
         attention = read_attention(source, recurrent="linear_attention")
         if source.position_embedding_type != "rope":
             attention = tuple(replace(kind, rope=None) for kind in attention)
@@ -63,8 +64,7 @@ class Granite4Config(Mamba2Config, MixtureConfig, GraniteConfig):
             "num_mamba_groups": source.mamba_n_groups,
             "state_size": source.mamba_d_state,
             "conv_width": source.mamba_d_conv,
-            "dt_min": float(source.time_step_limit[0]),
-            "dt_max": float(source.time_step_limit[1]),
+            **read_dt_limits(source),
             "conv_bias": source.mamba_conv_bias,
             "mamba_bias": source.mamba_proj_bias,
         }

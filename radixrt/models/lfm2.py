@@ -18,7 +18,7 @@ from memory_pool.kv_layout import StateLayout
 from radixrt.errors import ModelError
 from radixrt.models.config import ModelConfig, check_sizes
 from radixrt.models.decoder import Attention, Block, Decoder, FeedForward, MixerBlock
-from radixrt.models.mixtral import EXPERT_NAMES, MixtureConfig, split_experts
+from radixrt.models.mixtral import NUMBERED_NAMES, MixtureConfig, split_experts
 from triton_ops.implementation import cdiv
 
 _TINY = 1e-6  # beside the sum of the weights of a token's experts
@@ -117,7 +117,7 @@ class Lfm2(Decoder):
         )
 
     def build_feed_forward(self, layer_id: int) -> FeedForward | SparseMoE:
-        return FeedForward(self.config, names=EXPERT_NAMES, placement=self.placement)
+        return FeedForward(self.config, names=NUMBERED_NAMES, placement=self.placement)
 
     def build_block(self, layer_id: int) -> MixerBlock:
         config = self.config
@@ -203,10 +203,10 @@ class Lfm2Moe(Lfm2):
             config.num_experts,
             config.top_k,
             renormalize=config.renormalize,
-            names=EXPERT_NAMES,
+            names=NUMBERED_NAMES,
             router=router,
             placement=self.placement,
         )
 
     def split_stored(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        return split_experts(name, tensor, EXPERT_NAMES)
+        return split_experts(name, tensor, NUMBERED_NAMES)

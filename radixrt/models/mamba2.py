@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -17,6 +18,12 @@ from radixrt.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from typing import Self
+
+
+def read_dt_limits(source: Any) -> dict[str, float]:
+    """Read the bounds of steps; without any, all positive ones are taken."""
+    least, most = source.time_step_limit or (0.0, math.inf)
+    return {"dt_min": float(least), "dt_max": float(most)}
 
 
 @dataclass(frozen=True)

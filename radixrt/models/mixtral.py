@@ -16,7 +16,7 @@ from radixrt.models.config import ModelConfig
 from radixrt.models.decoder import Block, Decoder
 
 # Of an expert's gate, up and down projections, in a checkpoint.
-EXPERT_NAMES = ("w1", "w3", "w2")
+NUMBERED_NAMES = ("w1", "w3", "w2")
 _STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|up_proj|down_proj)")
 
 
@@ -94,13 +94,13 @@ class Mixtral(Decoder):
             config.num_experts,
             config.top_k,
             renormalize=True,
-            names=EXPERT_NAMES,
+            names=NUMBERED_NAMES,
             placement=self.placement,
         )
 
     def split_stored(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         # Stacked experts have another name.
-        return split_experts(name.replace(".mlp.", ".block_sparse_moe."), tensor, EXPERT_NAMES)
+        return split_experts(name.replace(".mlp.", ".block_sparse_moe."), tensor, NUMBERED_NAMES)
 
 
 def split_experts(name: str, tensor: Tensor, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:

@@ -15,10 +15,10 @@ from layers.placement import Placement
 from layers.ranks import ALONE
 from layers.squared_relu import SquaredReLU
 from radixrt.errors import ModelError
-from radixrt.models.config import RECURRENT, AttentionKind
+from radixrt.models.config import RECURRENT, AttentionKind, check_sizes
 from radixrt.models.decoder import Block, Decoder, Mixer, MixerBlock
 from radixrt.models.glm_moe import SharedMoE, SigmoidMixtureConfig
-from radixrt.models.mamba2 import Mamba2Config
+from radixrt.models.mamba2 import Mamba2Config, read_dt_limits
 from radixrt.models.mixtral import split_experts
 from triton_ops.activations.squared_relu import squared_relu
 
@@ -50,6 +50,7 @@ class NemotronHConfig(Mamba2Config, SigmoidMixtureConfig):
         for name, supported in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu")):
             if (found := getattr(source, name)) != supported:
                 raise ModelError(f"{name} is {found!r}; {supported!r} alone is supported")
+        check_sizes({"num_hidden_layers": len(source.layer_types)})
         kinds = {"linear_attention": RECURRENT, "full_attention": AttentionKind(rope=None)}
         attention = tuple(kinds[kind] for kind in source.layer_types if kind in kinds)
         return {
@@ -66,8 +67,7 @@ class NemotronHConfig(Mamba2Config, SigmoidMixtureConfig):
             "num_mamba_groups": source.n_groups,
             "state_size": source.ssm_state_size,
             "conv_width": source.conv_kernel,
-            "dt_min": float(source.time_step_limit[0]),
-            "dt_max": float(source.time_step_limit[1]),
+            **read_dt_limits(source),
             "conv_bias": source.use_conv_bias,
             "mamba_bias": source.use_bias,
         }

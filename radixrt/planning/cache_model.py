@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from radixrt.arrays import Float64Array, Int32Array, Int64Array
-from radixrt.cache.states import LEAST_GAIN
+from radixrt.cache.states import FEWEST, LEAST_GAIN
 from radixrt.hit_rate import CountsHits
 from radixrt.limits import RunLimits
 from radixrt.planning.demands import Demands
@@ -267,7 +267,7 @@ class _Model:
                 partings.append((node, further))
             node = self.parent[node]
         for node, others in reversed(partings):
-            if (self.depth[node] - found) * others >= LEAST_GAIN // 4:
+            if (self.depth[node] - found) * others >= LEAST_GAIN // 4 and self.depth[node] >= FEWEST:
                 states.leave(node, ready)
                 found = self.depth[node]
         states.make_room(len(self.active) + 1)

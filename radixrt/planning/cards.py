@@ -11,6 +11,7 @@ from radixrt.checks import check_float
 from radixrt.errors import ParameterError
 from radixrt.limits import (
     GPU_LIMITS,
+    PASS_BYTES,
     PassLimits,
     RunLimits,
     requests_at_once,
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from radixrt.models.config import ModelConfig
 
 MEMORY_FRACTION = 0.95  # as a Runtime's: of the memory left by weights and passes
-PASS_BYTES = 4e9  # about the need of the largest pass and its graphs
 # Seconds of a pass beside its work, where passes are small, on an H200: of the decodes of Qwen3-0.6B in a graph
 # (docs/lab-notebook/2026-11-22-where-a-step-goes.md); and of passes with new prompts: 2.5 s = 1.3 x 0.39 s + 620
 # passes x 3.2 ms, for the few-shot file in a small pool (docs/benchmarks.md, batches in the planned order).
@@ -102,13 +102,14 @@ class Card:
         Raises ParameterError where the states of so many requests at once do not fit.
         """
         free = max(0, int((self.memory - shape.weight_bytes) * MEMORY_FRACTION))
+        left = max(0, int((self.memory - shape.weight_bytes - PASS_BYTES) * MEMORY_FRACTION))  # by passes
         chunk, running = chunked_prefill_size or GPU_LIMITS.chunked_prefill_size, max_running_requests
         if running is None:
             of_pool = free if max_total_tokens is None else max_total_tokens * shape.kv_bytes
             sizes = {"context_length": context_length, "vocab_size": shape.vocab_size}
             running = requests_at_once(GPU_LIMITS.max_running_requests, free, of_pool, shape.kv_bytes, **sizes)
-            running = requests_with_states(running, free, shape.state_bytes, shape.kv_bytes)
-        in_pool = states_in_pool(PassLimits(running, chunk), free, shape.state_bytes)
+            running = requests_with_states(running, left, shape.state_bytes, shape.kv_bytes)
+        in_pool = states_in_pool(PassLimits(running, chunk), left, shape.state_bytes)
         pool = self.pool_tokens(shape, in_pool) if max_total_tokens is None else max_total_tokens
         return RunLimits(pool, running, chunk, max(0, in_pool - 1))
 

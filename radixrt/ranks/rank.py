@@ -42,7 +42,7 @@ from radixrt.execution.products import compare_all
 from radixrt.kept_cache.cache_file import KV, STATES
 from radixrt.kept_cache.identity import rank_checksums
 from radixrt.kept_cache.parts import KVPart, RowPart, StatePart
-from radixrt.limits import NO_PASSES, PassLimits, requests_at_once, requests_with_states
+from radixrt.limits import NO_PASSES, PASS_BYTES, PassLimits, requests_at_once, requests_with_states
 from radixrt.models.config import GENERATION_DEFAULTS, ModelConfig, generation_defaults
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import check_dtype, load_model, model_folder, reload_weights, whole_of
@@ -239,7 +239,7 @@ def assemble_rank(
             for_passes = measured_pass_memory(decoder, rows, limits, kv_dtype, captured=captured, tree=tree)
     seconds["memory"] = time.perf_counter() - memory_began
 
-    num_states = group.least(pool_states(device, layout, limits, share))
+    num_states = group.least(pool_states(device, layout, limits, share, promised=for_passes))
     sizes = {"promised": for_passes, "beside": num_states * layout.bytes_per_state}
     slots = pool_slots(device, bytes_per_slot, memory_fraction=share, max_total_tokens=wanted, **sizes)
     slots = group.least(slots)
@@ -317,6 +317,7 @@ def _pass_limits(
         pool = free if wanted is None else wanted * bytes_per_slot
         sizes = {"context_length": model.context_length, "vocab_size": model.vocab_size}
         running = requests_at_once(running, free, pool, bytes_per_slot, **sizes)
+        free = max(0, int((free_bytes(device) - PASS_BYTES) * share))
     running = requests_with_states(running, free, layout.bytes_per_state, _bytes_per_slot(layout))
     return replace(limits, max_running_requests=running)
 

@@ -47,8 +47,8 @@ _SIZES = {
     "state_pending",
     "state_ends",
     "state_unused",
-    "host_states",
-    "kept_states",
+    "state_on_host",
+    "state_nodes",
 }
 _NO_STATS = CacheStats(*[0] * 11)
 

@@ -174,7 +174,7 @@ def _states(limits: RunLimits, shape: ModelShape | None) -> dict[str, str]:
     if not limits.num_states:
         return {}
     memory = "" if shape is None else f" ({_bytes(limits.num_states * shape.state_bytes)})"
-    own = limits.of_pass.own_states
+    own = min(limits.of_pass.own_states, limits.num_states)
     told = f"{own:,} for {counted(limits.max_running_requests, 'request')} at once, {limits.num_states - own:,}"
     return {"states": f"{limits.num_states:,}{memory}: {told} kept for others that begin alike"}
 

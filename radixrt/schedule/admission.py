@@ -99,7 +99,7 @@ class Admission:
             return chunks
         promised = self._promised()
         if cache.states is not None and cache.keeps_states:
-            cache.states.make_room(min(places, len(waiting)), cache.passes, ends_only=True)
+            cache.states.make_room(self._num_fitting(budget, places), cache.passes, ends_only=True)
             self._neighbours.add(waiting[: config.max_ranked + MAX_LOOK_AHEAD])
         more_urgent = 0  # answers at the head of the queue that were passed over
         loads = config.max_loaded_chunks * config.chunked_prefill_size
@@ -153,6 +153,16 @@ class Admission:
             budget -= len(chunk.slots)
             promised += demand - chunk.end
         return chunks
+
+    def _num_fitting(self, budget: int, places: int) -> int:
+        """About how many of those that wait begin with a pass of so many tokens."""
+        count = 0
+        for answer in self.waiting[:places]:
+            if budget <= 0:
+                break
+            budget -= answer.known_len
+            count += 1
+        return count
 
     def _tell_leaders(self) -> None:
         """Let the first that wait for a leader tell it where they part from it: until then it may fill passes."""

@@ -8,6 +8,7 @@ from operator import itemgetter
 
 from radixrt.cache.prefix_cache import sort_key
 from radixrt.cache.radix_tree import Namespace, common_prefix
+from radixrt.cache.states import FEWEST
 from radixrt.schedule.answer import Answer
 
 MAX_ASKED = 256  # neighbours on either side, of one answer
@@ -42,6 +43,8 @@ class Neighbours:
         Others find at least `least_gain` tokens more for each, all together.
         """
         lengths, tokens = list[int](), answer.tokens()
+        if len(tokens) - after < min(2, least_gain):  # who begins alike finds no more
+            return lengths
         ordered, place = self._sorted[answer.request.namespace], self._place(answer)
         for side in (ordered[place + 1 : place + 1 + MAX_ASKED], ordered[max(0, place - MAX_ASKED) : place][::-1]):
             shared = len(tokens)  # gets shorter from one to the next
@@ -54,7 +57,7 @@ class Neighbours:
         lengths.sort()
         found = list[int]()
         for number, length in enumerate(lengths):
-            if (length - after) * (len(lengths) - number) >= least_gain:
+            if (length - after) * (len(lengths) - number) >= least_gain and length >= min(FEWEST, least_gain):
                 found.append(length)
                 after = length
         return found

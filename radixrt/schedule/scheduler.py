@@ -249,7 +249,7 @@ class Scheduler:
             "scored_targets": _NONE,
         }
         if self.cache.states is not None:
-            columns["state_reads"], columns["state_writes"] = self.cache.states.step_each(rows, self.cache.passes)
+            columns["state_reads"], columns["state_writes"] = self.cache.states.step_each(rows)
         if chunks:
             chunks.sort(key=lambda chunk: len(chunk.slots) == 1)  # stable
             answers = (*(chunk.answer for chunk in chunks), *decodes)

@@ -93,6 +93,8 @@ def _numbers_of_states(cache: CacheStats) -> Iterator[Metric]:
             "States left where prompts part, and given up before any request began with them",
             cache.states_given_up_unused,
         ),
+        ("radixrt_stored_states", "States that were copied to the host", cache.state_stored),
+        ("radixrt_loaded_states", "States that were copied back from it", cache.state_loaded),
     ):
         yield CounterMetricFamily(name, about, value=value)
     for name, about, value in (
@@ -106,5 +108,6 @@ def _numbers_of_states(cache: CacheStats) -> Iterator[Metric]:
             cache.state_ends,
         ),
         ("radixrt_kept_unused_states", "Of these, places where prompts part, not used yet", cache.state_unused),
+        ("radixrt_host_states", "States that have a copy on the host", cache.state_on_host),
     ):
         yield GaugeMetricFamily(name, about, value=value)

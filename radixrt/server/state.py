@@ -126,6 +126,9 @@ def _states(cache: CacheStats) -> dict[str, int]:
         "pending": cache.state_pending,
         "ends": cache.state_ends,
         "unused": cache.state_unused,
+        "on_host": cache.state_on_host,
+        "stored": cache.state_stored,
+        "loaded": cache.state_loaded,
         "given_up_unused": cache.states_given_up_unused,
         "stateless_tokens": cache.stateless_tokens,
     }

@@ -242,8 +242,8 @@ def test_what_was_evicted_is_found_with_its_state() -> None:
     there = world()
     assert run(there, *[A, A, B, B, C, C], *[A, B, C]) == [0, 0, 0, 0, 0, 0, 9, 9, 9]
     stats = there.cache.stats()
-    assert stats.loaded_states >= 2
-    assert stats.stored_states >= 3
+    assert stats.state_loaded >= 2
+    assert stats.state_stored >= 3
     without = world(host_slots=0)
     assert run(without, *[A, A, B, B, C, C], *[A, B, C]) == [0] * 9
     there.drain()
@@ -256,9 +256,9 @@ def test_a_state_alone_is_loaded() -> None:
     there.cache.states.make_room(100, there.cache.passes)
     assert run(there, A) == [9]
     stats = there.cache.stats()
-    assert (stats.loaded_states, stats.loaded_tokens) == (1, 0)
+    assert (stats.state_loaded, stats.loaded_tokens) == (1, 0)
     assert run(there, A) == [9]  # the device has it again
-    assert there.cache.stats().loaded_states == 1
+    assert there.cache.stats().state_loaded == 1
     there.drain()
 
 
@@ -312,9 +312,9 @@ def test_room_that_takes_the_end_of_the_match() -> None:
 def test_flush_forgets_states_of_both_tiers() -> None:
     there = world()
     run(there, *[A, A, B, B, C, C])
-    assert there.cache.stats().host_states > 0
+    assert there.cache.stats().state_on_host > 0
     there.cache.flush()
-    assert there.cache.stats().host_states == there.cache.stats().kept_states == 0
+    assert there.cache.stats().state_on_host == there.cache.stats().state_nodes == 0
     assert run(there, A) == [0]
     there.drain()
 
@@ -324,7 +324,7 @@ def test_a_pass_waits_for_a_bounded_number_of_states() -> None:
     prompts = [[token] * 3 for token in range(5)]
     run(there, *prompts, *prompts)
     there.cache.states.make_room(100, there.cache.passes)
-    assert there.cache.stats().kept_states >= 5
+    assert there.cache.stats().state_nodes >= 5
     requests = [there.submit(prompt, 1) for prompt in prompts]
     config = there.scheduler.config
     there.cache.states.host.tokens_each = config.max_loaded_chunks * config.chunked_prefill_size // 2
@@ -345,8 +345,8 @@ def test_a_kept_cache_has_states_of_both_tiers() -> None:
     there.load_cache()
     there.check()
     stats = there.cache.stats()
-    assert there.events["load of states"] == stats.kept_states > 2
-    assert (stats.host_states, stats.loaded_states) == (0, 0)
+    assert there.events["load of states"] == stats.state_nodes > 2
+    assert (stats.state_on_host, stats.state_loaded) == (0, 0)
     assert run(there, C, B) == [9, 9]
     there.drain()
 
@@ -450,15 +450,15 @@ def test_answers_from_the_host_are_those_computed_cold(
     with runtime(folder, device, **{k: v for k, v in options.items() if k != "host_memory_gb"}) as without:
         assert tokens(without.generate(prompts(), GREEDY)) == cold
         few = without.cache_stats()
-        assert (few.host_states, few.stored_states) == (0, 0)
+        assert (few.state_on_host, few.state_stored) == (0, 0)
     with runtime(folder, device, **{**HOST_MEMORY, **options}) as tiered:
         assert tokens(tiered.generate(prompts(), GREEDY)) == cold
         many = tiered.cache_stats()
-        assert many.stored_states > 0
+        assert many.state_stored > 0
         if "host_memory_gb" in options:
-            assert many.host_states == 2  # as many as there are
+            assert many.state_on_host == 2  # as many as there are
             return
-        assert many.loaded_states >= 5
+        assert many.state_loaded >= 5
         assert many.cached_tokens >= max(5 * 60, few.cached_tokens + 60)
         # Once more, with n answers and log-probabilities of what was computed and evicted before.
         again = tiered.generate(
@@ -469,7 +469,7 @@ def test_answers_from_the_host_are_those_computed_cold(
         assert tiered.flush_cache() > 0
         flushed = tiered.cache_stats()
         assert (flushed.free, flushed.host_free) == (flushed.capacity, flushed.host_capacity)
-        assert flushed.host_states == flushed.kept_states == 0
+        assert flushed.state_on_host == flushed.state_nodes == 0
 
 
 def test_the_next_turn_of_a_chat_finds_the_last_one(folder: Path, device: torch.device) -> None:
@@ -481,7 +481,7 @@ def test_the_next_turn_of_a_chat_finds_the_last_one(folder: Path, device: torch.
             assert tokens(outputs) == tokens(roomy.generate(chats, GREEDY))
             assert all(output.usage.cached_tokens >= 40 for output in outputs) or not turn
             chats = [[*chat, *output.token_ids, 3, 4] for chat, output in zip(chats, outputs, strict=True)]
-        assert tiered.cache_stats().loaded_states >= 6
+        assert tiered.cache_stats().state_loaded >= 6
 
 
 def test_a_pass_that_fails_does_not_spoil_states(
@@ -519,7 +519,7 @@ def test_answers_depend_on_what_is_loaded(
     monkeypatch.setattr(KVMover, "run", lossy)
     with runtime(folder, device, **HOST_MEMORY) as tiered:
         assert tokens(tiered.generate(prompts(), GREEDY, on_error="return")) != cold
-        assert tiered.cache_stats().loaded_states > 0
+        assert tiered.cache_stats().state_loaded > 0
 
 
 def test_memory_for_states(folder: Path) -> None:

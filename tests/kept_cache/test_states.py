@@ -84,7 +84,7 @@ def test_states_come_back_bit_by_bit(
     with runtime_of(folder) as first:
         saved = keep(first, path)
         before = contents(first)
-        assert len(before) == first.cache_stats().kept_states > 5
+        assert len(before) == first.cache_stats().state_nodes > 5
         warm = first.generate(prompts(), GREEDY)
     with runtime_of(folder) as second:
         assert second.load_cache(path) == saved
@@ -120,11 +120,11 @@ def test_what_only_the_host_has_is_kept(folder: Path, tmp_path: Path) -> None:
     with runtime_of(folder, max_total_tokens=120, host_memory_gb=0.01) as tiered:
         keep(tiered, path)
         stats = tiered.cache_stats()
-        assert stats.kept_states > len(tiered.parts.cache.states.kept)
+        assert stats.state_nodes > len(tiered.parts.cache.states.kept)
         on_device = {*contents(tiered)}
     with runtime_of(folder) as second:
         second.load_cache(path)
-        assert second.cache_stats().kept_states == stats.kept_states
+        assert second.cache_stats().state_nodes == stats.state_nodes
         found = contents(second)
         assert len(right.keys() & found.keys() - on_device) >= 2
         for tokens in right.keys() & found.keys():
@@ -313,8 +313,8 @@ def test_what_a_command_tells(folder: Path, tmp_path: Path, capsys: pytest.Captu
     options = {"model": folder, "device": str(torch.get_default_device()), "max_total_tokens": 300}
     with runtime_with_cache(argparse.Namespace(**options, save_cache=tmp_path / "kept")) as runtime:
         runtime.generate(prompts()[:2], GREEDY)
-        count = runtime.cache_stats().kept_states
+        count = runtime.cache_stats().state_nodes
     with runtime_with_cache(argparse.Namespace(**options, load_cache=tmp_path / "kept")) as runtime:
-        assert runtime.cache_stats().kept_states == count > 0
+        assert runtime.cache_stats().state_nodes == count > 0
     told = capsys.readouterr().err
     assert told.count(f" cached tokens with {count} states ") == 2

@@ -53,7 +53,7 @@ def test_a_plan_has_the_states_of_a_run(
     config = RuntimeConfig(max_running_requests=running, max_total_tokens=tokens)
     model, device = SimpleNamespace(context_length=4096, vocab_size=SHAPE.vocab_size), torch.device("cuda")
     limits = rank._pass_limits(config, model, device, LAYOUT, MEMORY_FRACTION)  # type: ignore[arg-type]
-    states = pool_states(device, LAYOUT, limits, MEMORY_FRACTION)
+    states = pool_states(device, LAYOUT, limits, MEMORY_FRACTION, promised=PASS_BYTES)
     sizes = {"promised": int(PASS_BYTES), "beside": states * SIZE}
     slots = pool_slots(device, LAYOUT.bytes_per_token, MEMORY_FRACTION, tokens, **sizes)
 

@@ -153,9 +153,9 @@ def test_each_rank_holds_its_part(
     """As many states, and slots, as the rank that has least room for them."""
     pool_states, pool_slots, nth = rank.pool_states, rank.pool_slots, count()
 
-    def fewer(*sizes: Any, promised: int | None = None) -> int:
-        """After the check before weights are read."""
-        return pool_states(*sizes) - next(nth) if promised is None else 0
+    def fewer(*sizes: Any, promised: int) -> int:
+        """But for the check before weights are read, to which they are promised."""
+        return 0 if promised else pool_states(*sizes) - next(nth)
 
     monkeypatch.setattr(rank, "pool_states", fewer)
     monkeypatch.setattr(

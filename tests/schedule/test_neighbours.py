@@ -79,10 +79,19 @@ def test_an_answer_that_got_tokens_meanwhile() -> None:
 
 def test_only_the_nearest_are_asked() -> None:
     waiting = Neighbours()
-    answers = [answer_of([1, 2, i, 3], i) for i in range(2 * neighbours.MAX_ASKED + 2)]
+    answers = [answer_of([1, 2, 2, i, 3], i) for i in range(2 * neighbours.MAX_ASKED + 2)]
     waiting.add(answers)
-    far = answer_of([1, 2, 0, 3], len(answers))
+    far = answer_of([1, 2, 2, 0, 3], len(answers))
     waiting.add([far])
-    assert waiting.partings(far, 1, 1) == [2, 3]
-    assert waiting.partings(answers[-1], 1, 2 * neighbours.MAX_ASKED) == []
-    assert waiting.partings(answers[-1], 1, neighbours.MAX_ASKED) == [2]
+    assert waiting.partings(far, 1, 1) == [3, 4]
+    assert waiting.partings(answers[-1], 1, 4 * neighbours.MAX_ASKED) == []
+    assert waiting.partings(answers[-1], 1, 2 * neighbours.MAX_ASKED) == [3]
+
+
+def test_one_token_is_worth_no_stop() -> None:
+    """Such as that which all prompts of a model begin with."""
+    waiting = Neighbours()
+    answers = [answer_of([1, i, i, i], i) for i in range(300)]
+    waiting.add(answers)
+    assert waiting.partings(answers[5], 0, 8) == []
+    assert waiting.partings(answers[5], 0, 1) == [1]

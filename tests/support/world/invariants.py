@@ -249,15 +249,15 @@ class Invariants:
         if host is None:
             name = "20: without states on the host nothing is there"
             require(name, not kept and not any(one.of_states for one in self.world.cache.transfers.booked))
-            require(name, stats.stored_states == stats.loaded_states == 0)
+            require(name, stats.state_stored == stats.state_loaded == 0)
         else:
             require("20: a kept state knows its node", host.kept == {node.host_state: node for node in kept})
             everything = [0, *host.allocator.free_slots().tolist(), *host.kept]
             name = "20: a state is in one place"
             require(name, sorted(everything) == [*range(host.allocator.capacity + 1)], everything)
         name = "4: statistics equal their recount"
-        require(name, stats.host_states == len(kept))
-        require(name, stats.kept_states == sum(node.has_state for node, _ in nodes))
+        require(name, stats.state_on_host == len(kept))
+        require(name, stats.state_nodes == sum(node.has_state for node, _ in nodes))
 
     def _check_host_slots(self, nodes: list[tuple[Node, list[Node]]]) -> None:
         used = [int(s) for node, _ in nodes if node.slots[HOST] is not None for s in node.slots[HOST]]

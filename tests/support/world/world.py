@@ -207,7 +207,7 @@ class World:
                 self.events["state dropped before it was loaded"] += not is_whole
                 self.events["begins with a kept state"] += bool(lease.matched)
                 self.stateless_tokens += found.length - at_state.length
-                self.events["state loaded"] += self.cache.stats().loaded_states - stats.loaded_states
+                self.events["state loaded"] += self.cache.stats().state_loaded - stats.state_loaded
             if lease is not None:
                 require("13: what is scored is computed", lease.matched <= limit)
                 self.invariants.check_computed_once(namespace, tokens, limit, lease)
