@@ -34,9 +34,7 @@ from radixrt.cache.radix_tree import DEVICE, Node
 NO_STATE = 0
 FOR_FRESH = 2  # states that leases begin without, as long as others run: what is not kept is computed again
 LEAST_GAIN = 32  # tokens that a state saves, where nobody waits for it
-FEWEST = (
-    2  # tokens from the begin, before which there is no stop and no wait: all prompts of a model begin with one
-)
+FEWEST = 2  # tokens, before which there is no stop and no wait: all prompts of a model begin with one
 
 
 class States:
