@@ -194,6 +194,7 @@ def test_ranks_of_one_host_share_its_memory(folders: dict[str, Path], monkeypatc
 # --- processes ---
 
 
+@pytest.mark.long
 def test_processes(folders: dict[str, Path]) -> None:
     options = {"model": folders["qwen3.5-moe"], "dtype": "float32", **MANY}
     with on_ranks(1, **options) as one:
