@@ -235,6 +235,7 @@ class PrefixCache(CountsHits):
         return leader
 
     def _extending(self, match: Match, tokens: Tokens) -> Lease | None:
+        """A lease that will compute the token after `match`, which is not the last of `tokens`."""
         # Its frontier is at the match, or before it where others have published the tokens between.
         node: Node | None = match.node
         length = end = match.length
@@ -329,8 +330,6 @@ class PrefixCache(CountsHits):
                     self.states.expect(match.node)
                 slots = self._alloc(match.length - matched)
         if slots is None:
-            if self.states is not None:
-                self.states.expect(None)
             self.tree.unlock(node)
             return None
         row = self.rows.alloc()

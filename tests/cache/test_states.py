@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from memory_pool.slot_allocator import SlotAllocator
+from radixrt.cache.pending_match import PendingMatch
 from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.cache.radix_tree import DEFAULT_NAMESPACE, Node, RadixTree
 from radixrt.cache.states import LEAST_GAIN, States
@@ -148,6 +149,41 @@ def test_requests_do_not_wait_for_states_one_by_one() -> None:
         run = rehearse(store, np.arange(len(store)), demands, replace(limits, num_states=num_states))
         passes.append(run.passes)
     assert passes[1] < 1.5 * passes[0]
+
+
+def test_nobody_waits_for_the_one_token_that_all_begin_with() -> None:
+    engine, _, _ = engine_of(60)
+    engine.submit_all([request(index, [1, *tokens_of(index, 50)]) for index in range(8)])
+    engine.step()
+    assert len(engine.scheduler.running) == 8
+
+
+def test_who_recomputes_is_waited_for_until_a_state_is_there() -> None:
+    """It may be somebody else's, at the place where the match ends."""
+    engine, cache, states = engine_of(30, chunk=64)
+    shared = tokens_of(0, 100)
+    run(engine, request(0, [*shared, *tokens_of(1, 20)]))
+    engine.submit_all([request(1, [*shared, *tokens_of(2, 20)])])
+    engine.step()
+    tokens = np.array([*shared, *tokens_of(3, 20)], np.int32)
+    node = cache.tree.node_at(DEFAULT_NAMESPACE, cache.match(DEFAULT_NAMESPACE, tokens, len(tokens) - 1))
+    match = PendingMatch(cache, DEFAULT_NAMESPACE, tokens, len(tokens) - 1)
+    assert match.has_leader()
+    taken = states.allocator.alloc(1)
+    assert taken is not None
+    states.keep(int(taken[0]), node)
+    assert not match.has_leader()
+
+
+def test_ends_stay_until_others_begin() -> None:
+    """Of 16 that wait one begins with a pass."""
+    engine, _, states = engine_of(20, running=16, chunk=256)
+    run(engine, *(request(index, tokens_of(index, 20)) for index in range(12)))
+    ends = len(states.ends)
+    assert ends > 4
+    engine.submit_all([request(index, tokens_of(index, 256)) for index in range(20, 36)])
+    engine.step()
+    assert len(states.ends) == ends
 
 
 def test_ends_of_answers_go_first() -> None:
