@@ -1,9 +1,11 @@
 """How much faster several cards answer a list than one: `ReplicaGroup.generate` beside `Runtime.generate`.
 
-python scripts/bench_replicas.py --config qwen3-0.6b --replicas 2
+python scripts/bench_replicas.py --config qwen3-0.6b --replicas 1 2 4 --kill
 
 Lists of 10,000 prompts (`--part 0.1`: a tenth of them) and random weights. Nothing of a list is cached when it
-begins, after a warm-up with other prompts of its kind.
+begins, after a warm-up with other prompts of its kind. With 1 it is a Runtime in this process. `--kill` runs the
+first list once more on the most replicas, and kills one in its middle. `--read` puts files together that runs
+side by side, on cards of their own, have written.
 """
 
 from __future__ import annotations
@@ -11,23 +13,34 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from radixrt.bench.catalogue import SHAPES
 from radixrt.bench.subject import model_of
 from radixrt.output import RequestOutput
+from radixrt.planning.batch_plan import plan_batch
+from radixrt.planning.demands import Demands
+from radixrt.planning.shards import shards
+from radixrt.planning.token_store import TokenStore
 from radixrt.replicas import ReplicaGroup
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
+from radixrt.workers.process import Process
 from radixrt.workloads.lists import WorkloadPrompt, docqa, fewshot, samples
 
 QUESTIONS = {"fewshot": 20, "docqa": 250, "samples": 32}  # of a subject or document; answers of a prompt
 WARM_UP = 20  # times as short as the list
+Subject = Runtime | ReplicaGroup
 
 
 def prompts_of(name: str, seed: int, part: float) -> list[WorkloadPrompt]:
@@ -40,7 +53,7 @@ def prompts_of(name: str, seed: int, part: float) -> list[WorkloadPrompt]:
     return samples(seed, prompts=shared, samples=QUESTIONS[name])
 
 
-def timed(subject: Runtime | ReplicaGroup, prompts: Sequence[WorkloadPrompt]) -> tuple[float, list[RequestOutput]]:
+def timed(subject: Subject, prompts: Sequence[WorkloadPrompt]) -> tuple[float, list[RequestOutput]]:
     """Seconds of a call, and its outputs."""
     params = [
         SamplingParams(max_new_tokens=prompt.max_new_tokens, temperature=0.6, ignore_eos=True)
@@ -56,78 +69,126 @@ def timed(subject: Runtime | ReplicaGroup, prompts: Sequence[WorkloadPrompt]) ->
     return seconds, outputs
 
 
-def measure(subject: Runtime | ReplicaGroup, name: str, part: float, seed: int) -> dict[str, Any]:
+def planned_twice(group: ReplicaGroup, prompts: Sequence[WorkloadPrompt]) -> int:
+    """Tokens that the plan has two replicas compute."""
+    lengths = np.array([len(prompt.prompt_ids) for prompt in prompts])
+    asked = Demands.of(lengths, np.array([prompt.max_new_tokens for prompt in prompts]), 1)
+    plan = plan_batch(TokenStore.of(np.asarray(prompt.prompt_ids, np.int32) for prompt in prompts), asked)
+    return int(shards(group.pieces(plan), len(group.lanes)).repeated_tokens.sum())
+
+
+def measure(subject: Subject, name: str, part: float, seed: int) -> Iterator[dict[str, Any]]:
+    """What a list takes from an empty cache."""
     timed(subject, prompts_of(name, seed + 1000, part / WARM_UP))
     if isinstance(subject, Runtime):
         subject.flush_cache()
-    prompts = prompts_of(name, seed, part)
+    yield record_of(subject, name, prompts_of(name, seed, part))
+
+
+def record_of(subject: Subject, name: str, prompts: Sequence[WorkloadPrompt]) -> dict[str, Any]:
     seconds, outputs = timed(subject, prompts)
-    cached = sum(output.usage.cached_tokens for output in outputs)
+    computed = sum(output.usage.prompt_tokens - output.usage.cached_tokens for output in outputs)
     found: dict[str, Any] = {
         "list": name,
         "prompts": len(prompts),
         "seconds": seconds,
-        "hit_rate": cached / sum(output.usage.prompt_tokens for output in outputs),
+        "computed": computed,
+        "hit_rate": 1 - computed / sum(output.usage.prompt_tokens for output in outputs),
     }
     if isinstance(subject, ReplicaGroup):
         figures = subject.replica_figures
         last = max(figure.seconds for figure in figures)
         found["ends"] = sum(figure.seconds for figure in figures) / last / len(figures)
         found["busy"] = [figure.busy_seconds for figure in figures]
+        found["restarts"] = [figure.restarts for figure in figures]
+        found["planned_twice"] = planned_twice(subject, prompts)
     return found
+
+
+def killed_in_the_middle(group: ReplicaGroup, name: str, part: float, seed: int, after: float) -> dict[str, Any]:
+    """The same list with other prompts, one of whose replicas is killed so many seconds after its beginning."""
+    link = group.lanes[-1].link
+    assert isinstance(link, Process)
+    timer = threading.Timer(after, os.kill, (link.pid, signal.SIGKILL))
+    prompts = prompts_of(name, seed + 2000, part)
+    timer.start()
+    try:
+        return record_of(group, name, prompts)
+    finally:
+        timer.cancel()
+
+
+def opened(model: str, count: int, tp: int) -> Subject:
+    options: dict[str, Any] = {"load_format": "dummy", "tensor_parallel_size": tp}
+    return Runtime(model, **options) if count == 1 else ReplicaGroup(model, num_replicas=count, **options)
+
+
+def run(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Records, list after list, for each number of replicas."""
+    with model_of(None, given.config) as (folder, _):
+        for count in given.replicas:
+            began = time.perf_counter()
+            with opened(str(folder), count, given.tp) as subject:
+                about = {"config": given.config, "tp": given.tp, "replicas": count}
+                about |= {"start": time.perf_counter() - began, "killed": False}
+                for name in given.lists:
+                    for record in measure(subject, name, given.part, given.seed):
+                        yield about | record
+                    if given.kill and count == max(given.replicas) and name == given.lists[0]:
+                        assert isinstance(subject, ReplicaGroup)
+                        half = record["seconds"] / 2
+                        record = killed_in_the_middle(subject, name, given.part, given.seed, half)
+                        yield about | record | {"killed": True}
+
+
+def comparison(records: Sequence[dict[str, Any]]) -> Table:
+    """A row for each list and number of replicas, beside one."""
+    columns = "shape", "list", "prompts", "cards", "s", "times as fast", "hit rate", "twice", "planned", "ends"
+    table = Table(*columns, "killed")
+    alone = {(each["config"], each["tp"], each["list"]): each for each in records if each["replicas"] == 1}
+    for each in sorted(records, key=lambda each: (each["config"], each["tp"], each["list"], each["replicas"])):
+        one = None if each["killed"] else alone.get((each["config"], each["tp"], each["list"]))
+        table.add_row(
+            each["config"],
+            each["list"],
+            f"{each['prompts']:,}",
+            str(each["replicas"] * each["tp"]),
+            f"{each['seconds']:.2f}",
+            f"{one['seconds'] / each['seconds']:.2f}" if one else "",
+            f"{each['hit_rate']:.2%}",
+            f"{each['computed'] - one['computed']:,}" if one else "",
+            f"{each['planned_twice']:,}" if "planned_twice" in each else "",
+            f"{each['ends']:.1%}" if "ends" in each else "",
+            "yes" if each["killed"] else "",
+        )
+    return table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", choices=tuple(SHAPES), default="qwen3-0.6b", help="shape (qwen3-0.6b)")
     parser.add_argument("--list", dest="lists", action="append", choices=tuple(QUESTIONS), help="only this one")
-    parser.add_argument("--replicas", type=int, default=2, metavar="N", help="cards (2)")
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2], metavar="N", help="how many (1 2)")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="cards of a replica (1)")
     parser.add_argument("--part", type=float, default=1.0, metavar="P", help="of 10,000 prompts (1.0)")
-    parser.add_argument("--only", choices=("replicas", "one"), help="measure one side alone")
+    parser.add_argument("--kill", action="store_true", help="again with a replica that is killed (of several)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", metavar="FILE", help="write the figures")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    parser.add_argument("--read", type=Path, nargs="+", metavar="FILE", help="run nothing; figures of other runs")
     given = parser.parse_args()
-    sides: dict[str, Callable[[str], Runtime | ReplicaGroup]] = {
-        "replicas": lambda model: ReplicaGroup(model, load_format="dummy", num_replicas=given.replicas),
-        "one": lambda model: Runtime(model, load_format="dummy"),
-    }
-    records = []
-    with model_of(None, given.config) as (model, _):
-        for side in (given.only,) if given.only else tuple(sides):
-            began = time.perf_counter()
-            with sides[side](str(model)) as subject:
-                started = time.perf_counter() - began
-                for name in given.lists or QUESTIONS:
-                    found = measure(subject, name, given.part, given.seed)
-                    records.append({"side": side, "start": started, **found})
-                    print(json.dumps(records[-1]), flush=True)
-    if given.json is not None:
-        with open(given.json, "w", encoding="utf-8") as file:
-            json.dump({"config": given.config, "replicas": given.replicas, "records": records}, file, indent=1)
-    if given.only is None:
-        Console(width=110).print(comparison(records, given.config, given.replicas))
-
-
-def comparison(records: Sequence[dict[str, Any]], config: str, num_replicas: int) -> Table:
-    """A row a list: both sides, and how many times as fast the replicas are."""
-    title = f"{config}, {num_replicas} replicas"
-    table = Table(
-        "list", "prompts", "one card, s", "replicas, s", "times as fast", "hit rates", "ends", title=title
-    )
-    by_side = {(record["side"], record["list"]): record for record in records}
-    for (side, name), many in by_side.items():
-        if side == "replicas":
-            one = by_side["one", name]
-            table.add_row(
-                name,
-                f"{many['prompts']:,}",
-                f"{one['seconds']:.2f}",
-                f"{many['seconds']:.2f}",
-                f"{one['seconds'] / many['seconds']:.2f}",
-                f"{one['hit_rate']:.2%}, {many['hit_rate']:.2%}",
-                f"{many['ends']:.1%}",
-            )
-    return table
+    given.lists = given.lists or list(QUESTIONS)
+    if given.kill and max(given.replicas) == 1:
+        parser.error("--kill wants several replicas")
+    records: list[dict[str, Any]] = []
+    if given.read is not None:
+        records = [record for file in given.read for record in json.loads(file.read_text("utf-8"))]
+    else:
+        for record in run(given):
+            records.append(record)
+            print(json.dumps(record), flush=True)
+            if given.json is not None:
+                given.json.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    Console(width=130).print(comparison(records))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Ranks and stages on two cards: beside one, and when one is lost."""
+"""Ranks and stages on two and four cards: beside one, and when one is lost."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ import pytest
 import torch
 
 from radixrt.errors import DeviceLostError
+from radixrt.output import RequestOutput
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
-from tests.models.test_hybrid import MODELS, answers, tree
+from tests.models.test_hybrid import answers, tree
 from tests.ranks.test_ranks import LINES, PARAMS, none_left, ranks_of_this_process, tokens_of
 from tests.support import checkpoints
 
@@ -24,31 +27,72 @@ pytestmark = [
     pytest.mark.whole_gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two cards"),
 ]
+HEADS = {"head_dim": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+HYBRIDS: dict[str, Callable[[], Any]] = {
+    "qwen3.5": partial(checkpoints.qwen3_5, **HEADS),
+    "qwen3.5-moe": partial(checkpoints.qwen3_5_moe, **HEADS),
+    "lfm2-moe": checkpoints.lfm2_moe,
+}
 TWO = pytest.mark.parametrize("two", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+FOUR_CARDS = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="there are no four cards")
+FOUR = pytest.mark.parametrize(
+    "four", [{"tensor_parallel_size": 4}, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}]
+)
+POOLS = pytest.mark.parametrize("pool", [{}, {"max_total_tokens": 700, "host_memory_gb": 0.01}])
 
 
 def runtime(**options: Any) -> Runtime:
-    return Runtime(device="cuda", dtype="bfloat16", **({"max_total_tokens": 20_000} | options))
+    told: dict[str, Any] = {"dtype": "bfloat16", "max_total_tokens": 20_000} | options
+    return Runtime(device="cuda", **told)
+
+
+def check_answers(cards: dict[str, int], **options: Any) -> None:
+    lines, params = LINES * 20, PARAMS * 20
+    with runtime(**options) as one:
+        expected = tokens_of(one.generate(lines, params))
+    with none_left(), runtime(**cards, **options) as all_of_them:
+        for _ in range(2):
+            assert tokens_of(all_of_them.generate(lines, params)) == expected
 
 
 @TWO
-@pytest.mark.parametrize("pool", [{}, {"max_total_tokens": 700, "host_memory_gb": 0.01}])
+@POOLS
 def test_answers_are_those_of_one_card(two: dict[str, int], pool: dict[str, Any]) -> None:
     """Cold and warm, also where KV has to go to the host and back."""
-    lines, params = LINES * 20, PARAMS * 20
-    with runtime(**pool) as one:
-        expected = tokens_of(one.generate(lines, params))
-    with none_left(), runtime(**two, **pool) as both:
-        for _ in range(2):
-            assert tokens_of(both.generate(lines, params)) == expected
+    check_answers(two, **pool)
+
+
+@FOUR_CARDS
+@FOUR
+@POOLS
+def test_answers_of_four_are_those_of_one_card(four: dict[str, int], pool: dict[str, Any]) -> None:
+    """In float32: in bf16 sums of four parts are rounded otherwise than one product's."""
+    check_answers(four, **pool, dtype="float32")
+
+
+@FOUR_CARDS
+@FOUR
+def test_four_have_the_same_bits_whatever_runs_beside(four: dict[str, int]) -> None:
+    """Deterministic, in bf16: all at once, and then one by one in another order, from an empty cache."""
+    params = SamplingParams(max_new_tokens=30, temperature=0.0, logprobs=2)
+    lines = [f"{line} {k}" for k in range(12) for line in LINES]
+
+    def bits(output: RequestOutput) -> list[Any]:
+        return [(answer.token_ids, answer.logprobs) for answer in output.outputs]
+
+    with none_left(), runtime(**four, deterministic=True) as all_of_them:
+        together = [bits(output) for output in all_of_them.generate(lines, params)]
+        all_of_them.flush_cache()
+        alone = [bits(all_of_them.generate(line, params)) for line in reversed(lines)]
+    assert alone[::-1] == together
 
 
 @TWO
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_hybrids(name: str, two: dict[str, int], tmp_path: Path) -> None:
     """Prompts that part at many places, cold and warm, in float32."""
-    folder, asked = checkpoints.write(MODELS[name](), tmp_path), tree(depth=3)
-    options = {"model": folder, "device": "cuda", "dtype": "float32", "max_total_tokens": 4000}
+    folder, asked = checkpoints.write(HYBRIDS[name](), tmp_path), tree(depth=3)
+    options: dict[str, Any] = {"model": folder, "device": "cuda", "dtype": "float32", "max_total_tokens": 4000}
     with Runtime(**options) as one:
         expected = answers(one, asked)
     with none_left(), Runtime(**two, **options) as both:
