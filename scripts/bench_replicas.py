@@ -164,6 +164,40 @@ def comparison(records: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
+def draw(records: Sequence[dict[str, Any]], output: Path) -> None:
+    """Write a transparent PNG: how many times as fast each list is on so many cards, beside the ideal."""
+    from matplotlib.figure import Figure
+
+    text = "#767c84"  # legible on white and on GitHub's dark page
+    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+    axes = figure.subplots()
+    cards = sorted({each["replicas"] for each in records})
+    shapes = sorted({each["config"] for each in records})
+    axes.plot(cards, cards, ":", color=text, linewidth=1.0, label="ideal")
+    for config in shapes:
+        for number, name in enumerate(QUESTIONS):
+            found = {
+                each["replicas"]: each["seconds"]
+                for each in records
+                if (each["config"], each["list"], each["killed"]) == (config, name, False)
+            }
+            if 1 in found:
+                at = sorted(found)
+                speed_ups = [found[1] / found[count] for count in at]
+                style = "-o" if config == shapes[0] else "--s"
+                axes.plot(at, speed_ups, style, color=f"C{number}", linewidth=1.4, label=f"{config}, {name}")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks(cards, list(map(str, cards)))
+    axes.set_yticks(cards, list(map(str, cards)))
+    axes.set_xlabel("cards", color=text)
+    axes.set_ylabel("times as fast as one", color=text)
+    axes.tick_params(colors=text)
+    axes.spines[:].set_color(text)
+    axes.legend(loc="upper left", frameon=False, labelcolor=text, fontsize=8)
+    figure.savefig(output, format="png", dpi=110, transparent=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", choices=tuple(SHAPES), default="qwen3-0.6b", help="shape (qwen3-0.6b)")
@@ -175,6 +209,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     parser.add_argument("--read", type=Path, nargs="+", metavar="FILE", help="run nothing; figures of other runs")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw a picture (needs matplotlib)")
     given = parser.parse_args()
     given.lists = given.lists or list(QUESTIONS)
     if given.kill and max(given.replicas) == 1:
@@ -189,6 +224,8 @@ def main() -> None:
             if given.json is not None:
                 given.json.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
     Console(width=130).print(comparison(records))
+    if given.plot is not None:
+        draw(records, given.plot)
 
 
 if __name__ == "__main__":
