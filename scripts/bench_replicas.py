@@ -131,13 +131,13 @@ def run(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
             with opened(str(folder), count, given.tp) as subject:
                 about = {"config": given.config, "tp": given.tp, "replicas": count}
                 about |= {"start": time.perf_counter() - began, "killed": False}
-                for name in given.lists:
-                    for record in measure(subject, name, given.part, given.seed):
+                for name, part in zip(given.lists, given.part * len(given.lists), strict=False):
+                    for record in measure(subject, name, part, given.seed):
                         yield about | record
                     if given.kill and count == max(given.replicas) and name == given.lists[0]:
                         assert isinstance(subject, ReplicaGroup)
                         half = record["seconds"] / 2
-                        record = killed_in_the_middle(subject, name, given.part, given.seed, half)
+                        record = killed_in_the_middle(subject, name, part, given.seed, half)
                         yield about | record | {"killed": True}
 
 
@@ -204,7 +204,14 @@ def main() -> None:
     parser.add_argument("--list", dest="lists", action="append", choices=tuple(QUESTIONS), help="only this one")
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2], metavar="N", help="how many (1 2)")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="cards of a replica (1)")
-    parser.add_argument("--part", type=float, default=1.0, metavar="P", help="of 10,000 prompts (1.0)")
+    parser.add_argument(
+        "--part",
+        type=float,
+        nargs="+",
+        default=[1.0],
+        metavar="P",
+        help="of 10,000 prompts; or of each list (1.0)",
+    )
     parser.add_argument("--kill", action="store_true", help="again with a replica that is killed (of several)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
@@ -212,6 +219,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw a picture (needs matplotlib)")
     given = parser.parse_args()
     given.lists = given.lists or list(QUESTIONS)
+    if len(given.part) not in (1, len(given.lists)):
+        parser.error(f"--part takes one number, or one for each of {', '.join(given.lists)}")
     if given.kill and max(given.replicas) == 1:
         parser.error("--kill wants several replicas")
     records: list[dict[str, Any]] = []
