@@ -182,7 +182,13 @@ class PeerSum:
 
     @property
     def _constants(self) -> dict[str, int | bool]:
-        return {"RANK": self._memory.rank, "SIZE": self._size, "TRAPS": self._traps}
+        size = self._size
+        return {
+            "RANK": self._memory.rank,
+            "SIZE": size,
+            "POWER_OF_2": next_power_of_2(size),
+            "TRAPS": self._traps,
+        }
 
 
 def _step_of(num_elements: int, part: Tensor, num_warps: int) -> int:
@@ -201,6 +207,7 @@ def _peer_sum_kernel(
     size,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
     TRAPS: tl.constexpr,
     TWO_SHOTS: tl.constexpr,
     STEP: tl.constexpr,
@@ -211,12 +218,12 @@ def _peer_sum_kernel(
     element: tl.constexpr = part_ptr.dtype.element_ty
     if TWO_SHOTS:
         sum_ptr = _summed_by_owner(
-            part_ptr, size, addresses_ptr, counters_ptr, most, patience, RANK, SIZE, TRAPS, BLOCK, STEP
+            part_ptr, size, addresses_ptr, counters_ptr, most, patience, RANK, SIZE, POWER_OF_2, TRAPS, BLOCK, STEP
         )
         total = tl.load(sum_ptr + offs, mask=mask, other=0.0, volatile=True)
     else:
         own = tl.load(part_ptr + offs, mask=mask, other=0.0)
-        total = _total(own, offs, mask, addresses_ptr, counters_ptr, most, patience, RANK, SIZE, TRAPS)
+        total = _total(own, offs, mask, addresses_ptr, counters_ptr, most, patience, RANK, SIZE, POWER_OF_2, TRAPS)
     tl.store(part_ptr + offs, total.to(element), mask=mask)
     _end(counters_ptr, num_programs)
 
@@ -237,6 +244,7 @@ def _peer_add_rms_norm_kernel(
     eps,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
     TRAPS: tl.constexpr,
     TWO_SHOTS: tl.constexpr,
     STEP: tl.constexpr,
@@ -250,7 +258,7 @@ def _peer_add_rms_norm_kernel(
         size = num_rows.to(tl.int64) * WIDTH
         elements: tl.constexpr = TILES * ROWS * WIDTH
         total_ptr = _summed_by_owner(
-            part_ptr, size, addresses_ptr, counters_ptr, most, patience, RANK, SIZE, TRAPS, elements, STEP
+            part_ptr, size, addresses_ptr, counters_ptr, most, patience, RANK, SIZE, POWER_OF_2, TRAPS, elements, STEP
         )
     for tile in tl.static_range(TILES):
         row = ((tl.program_id(0) * TILES + tile) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
@@ -261,7 +269,7 @@ def _peer_add_rms_norm_kernel(
             total = tl.load(total_ptr + offs, mask=mask, other=0.0, volatile=True)
         else:
             own = tl.load(part_ptr + offs, mask=mask, other=0.0)
-            total = _total(own, offs, mask, addresses_ptr, counters_ptr, most, patience, RANK, SIZE, TRAPS)
+            total = _total(own, offs, mask, addresses_ptr, counters_ptr, most, patience, RANK, SIZE, POWER_OF_2, TRAPS)
         other = tl.load(residual_ptr + offs, mask=mask, other=0.0)
         weight = tl.load(weight_ptr + tl.zeros_like(row) + col, mask=mask, other=0.0)
         x = (total.to(dtype).to(tl.float32) + other.to(tl.float32)).to(dtype)
@@ -282,6 +290,7 @@ def _total(
     patience,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
     TRAPS: tl.constexpr,
 ):
     """The sum of a program's part over ranks, in float32, in one shot."""
@@ -289,7 +298,7 @@ def _total(
     for step in tl.static_range(1, SIZE):
         theirs = _memory_of((RANK + step) % SIZE, addresses_ptr, own.dtype)
         tl.store(theirs + (place + RANK) * most + offs, own, mask=mask)
-    _tell_all(nth, addresses_ptr, RANK, SIZE)
+    _tell_all(nth, addresses_ptr, RANK, SIZE, POWER_OF_2)
     for peer in tl.static_range(SIZE):
         if peer != RANK:
             _wait_for(peer, nth, patience, addresses_ptr, counters_ptr, RANK, SIZE, TRAPS)
@@ -308,6 +317,7 @@ def _summed_by_owner(
     patience,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
+    POWER_OF_2: tl.constexpr,
     TRAPS: tl.constexpr,
     ELEMENTS: tl.constexpr,
     STEP: tl.constexpr,
@@ -332,7 +342,7 @@ def _summed_by_owner(
             for step in tl.static_range(1, SIZE + 1):  # and here, where nobody else writes an own part
                 theirs = _memory_of((RANK + step) % SIZE, addresses_ptr, element)
                 tl.store(theirs + (place + RANK) * most + offs, total, mask=mask)
-        _tell_all(nth, addresses_ptr, RANK, SIZE)
+        _tell_all(nth, addresses_ptr, RANK, SIZE, POWER_OF_2)
     else:
         theirs = _memory_of(owner, addresses_ptr, element)
         for start in range(0, ELEMENTS, STEP):
@@ -377,12 +387,14 @@ def _signals_of(rank, addresses_ptr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _tell_all(nth, addresses_ptr, RANK: tl.constexpr, SIZE: tl.constexpr):
-    """What this program wrote into the others' memory is there."""
+def _tell_all(nth, addresses_ptr, RANK: tl.constexpr, SIZE: tl.constexpr, POWER_OF_2: tl.constexpr):
+    """That what this program wrote into the others' memory is there. By a thread for each of them at once."""
+    peer = tl.arange(0, POWER_OF_2)
+    is_other = (peer < SIZE) & (peer != RANK)
+    addresses = tl.load(addresses_ptr + SIZE + peer, mask=is_other, other=0)
+    signals = addresses.to(tl.pointer_type(tl.int64)) + (tl.program_id(0) * SIZE + RANK)
     tl.debug_barrier()
-    for step in tl.static_range(1, SIZE):
-        signal = _signals_of((RANK + step) % SIZE, addresses_ptr, SIZE) + RANK
-        tl.atomic_xchg(signal, nth, sem="release", scope="sys")
+    tl.atomic_xchg(signals, tl.zeros_like(addresses) + nth, mask=is_other, sem="release", scope="sys")
 
 
 @triton.jit
