@@ -33,7 +33,7 @@ TWO_SHOTS_BLOCK = 4096  # in two
 _WARPS = 8
 TWO_SHOTS_TILES = 1  # groups of rows of a program that norms, in two shots
 # Bytes of a part of more than two ranks above which a sum takes two shots: it waits twice, but sends less.
-TWO_SHOTS_ABOVE = 2**17
+TWO_SHOTS_ABOVE = 2**19
 # Attempts at a signal, of a quarter of a microsecond each: hosts notice before that a rank has gone.
 PATIENCE = 400_000_000
 _LEAST_BYTES = 1024  # of a program's part
