@@ -1,17 +1,6 @@
-"""Sums over GPUs by one kernel: each writes its part into the others' memory, signals, and adds what has come.
+"""Sums over GPUs by one kernel, and the addition of a residual and the norm after it in the same one."""
 
-In one shot all ranks add all; in two each block has an owner, which adds it and writes the sum into the others'
-memory, as in the all-reduces of TensorRT-LLM. Addends are in the order of ranks, on each of them and for each size.
-The addition of a residual and the norm after it are of the same kernel.
-
-Two places for what comes suffice. Who has ended sum n - 1 knows that all ranks have begun it: each has told it, or
-has told the owner that told it, for the first block as for any. So all have ended sum n - 2, and nobody reads its
-place when sum n is written there, whatever the forms, sizes and owners of these sums. A rank's part, sum and signals
-for a block are written into a place of its own, which no other writes.
-
-Programs wait for those of the same number on other ranks. A GPU begins programs in order: the first that has not
-ended everywhere runs on each rank, or is the next to, and waits for none that has yet to come after it.
-"""
+# Tests: tests/triton_ops/ranks/test_peer_sum.py, tests/ranks/test_sums_on_cards.py
 
 from __future__ import annotations
 
@@ -26,6 +15,7 @@ from torch import Tensor
 from triton_ops.activations.elementwise import check_residual, check_vector
 from triton_ops.implementation import cdiv, next_power_of_2, tl, triton
 from triton_ops.norms.rms_norm import row_scale, weighted
+from triton_ops.ranks.exchange import end_sum, sum_in_one_shot, sum_in_two_shots
 from triton_ops.tuning import row_blocks
 
 BLOCK = 2048  # elements of a program that only adds, in one shot
@@ -182,13 +172,7 @@ class PeerSum:
 
     @property
     def _constants(self) -> dict[str, int | bool]:
-        size = self._size
-        return {
-            "RANK": self._memory.rank,
-            "SIZE": size,
-            "POWER_OF_2": next_power_of_2(size),
-            "TRAPS": self._traps,
-        }
+        return {"RANK": self._memory.rank, "SIZE": self._size, "TRAPS": self._traps}
 
 
 def _step_of(num_elements: int, part: Tensor, num_warps: int) -> int:
@@ -207,7 +191,6 @@ def _peer_sum_kernel(
     size,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
-    POWER_OF_2: tl.constexpr,
     TRAPS: tl.constexpr,
     TWO_SHOTS: tl.constexpr,
     STEP: tl.constexpr,
@@ -217,15 +200,15 @@ def _peer_sum_kernel(
     mask = offs < size
     element: tl.constexpr = part_ptr.dtype.element_ty
     if TWO_SHOTS:
-        sum_ptr = _summed_by_owner(
-            part_ptr, size, addresses_ptr, counters_ptr, most, patience, RANK, SIZE, POWER_OF_2, TRAPS, BLOCK, STEP
+        sum_ptr = sum_in_two_shots(
+            part_ptr, size, addresses_ptr, counters_ptr, most, patience, RANK, SIZE, TRAPS, BLOCK, STEP
         )
         total = tl.load(sum_ptr + offs, mask=mask, other=0.0, volatile=True)
     else:
         own = tl.load(part_ptr + offs, mask=mask, other=0.0)
-        total = _total(own, offs, mask, addresses_ptr, counters_ptr, most, patience, RANK, SIZE, POWER_OF_2, TRAPS)
+        total = sum_in_one_shot(own, offs, mask, addresses_ptr, counters_ptr, most, patience, RANK, SIZE, TRAPS)
     tl.store(part_ptr + offs, total.to(element), mask=mask)
-    _end(counters_ptr, num_programs)
+    end_sum(counters_ptr, num_programs)
 
 
 @triton.jit(do_not_specialize=["num_programs", "patience", "num_rows"])
@@ -244,7 +227,6 @@ def _peer_add_rms_norm_kernel(
     eps,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
-    POWER_OF_2: tl.constexpr,
     TRAPS: tl.constexpr,
     TWO_SHOTS: tl.constexpr,
     STEP: tl.constexpr,
@@ -257,8 +239,8 @@ def _peer_add_rms_norm_kernel(
     if TWO_SHOTS:
         size = num_rows.to(tl.int64) * WIDTH
         elements: tl.constexpr = TILES * ROWS * WIDTH
-        total_ptr = _summed_by_owner(
-            part_ptr, size, addresses_ptr, counters_ptr, most, patience, RANK, SIZE, POWER_OF_2, TRAPS, elements, STEP
+        total_ptr = sum_in_two_shots(
+            part_ptr, size, addresses_ptr, counters_ptr, most, patience, RANK, SIZE, TRAPS, elements, STEP
         )
     for tile in tl.static_range(TILES):
         row = ((tl.program_id(0) * TILES + tile) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
@@ -269,177 +251,13 @@ def _peer_add_rms_norm_kernel(
             total = tl.load(total_ptr + offs, mask=mask, other=0.0, volatile=True)
         else:
             own = tl.load(part_ptr + offs, mask=mask, other=0.0)
-            total = _total(own, offs, mask, addresses_ptr, counters_ptr, most, patience, RANK, SIZE, POWER_OF_2, TRAPS)
+            total = sum_in_one_shot(
+                own, offs, mask, addresses_ptr, counters_ptr, most, patience, RANK, SIZE, TRAPS
+            )
         other = tl.load(residual_ptr + offs, mask=mask, other=0.0)
         weight = tl.load(weight_ptr + tl.zeros_like(row) + col, mask=mask, other=0.0)
         x = (total.to(dtype).to(tl.float32) + other.to(tl.float32)).to(dtype)
         tl.store(sum_ptr + offs, x, mask=mask)
         normed = weighted(x.to(tl.float32) * row_scale(x, eps, WIDTH), weight, dtype, None)
         tl.store(out_ptr + offs, normed, mask=mask)
-    _end(counters_ptr, num_programs)
-
-
-@triton.jit
-def _total(
-    own,
-    offs,
-    mask,
-    addresses_ptr,
-    counters_ptr,
-    most,
-    patience,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    POWER_OF_2: tl.constexpr,
-    TRAPS: tl.constexpr,
-):
-    """The sum of a program's part over ranks, in float32, in one shot."""
-    nth, place, patience = _begin(counters_ptr, patience, SIZE)
-    for step in tl.static_range(1, SIZE):
-        theirs = _memory_of((RANK + step) % SIZE, addresses_ptr, own.dtype)
-        tl.store(theirs + (place + RANK) * most + offs, own, mask=mask)
-    _tell_all(nth, addresses_ptr, RANK, SIZE, POWER_OF_2)
-    for peer in tl.static_range(SIZE):
-        if peer != RANK:
-            _wait_for(peer, nth, patience, addresses_ptr, counters_ptr, RANK, SIZE, TRAPS)
-    tl.debug_barrier()
-    received = _memory_of(RANK, addresses_ptr, own.dtype) + place * most
-    return _added(own, offs, mask, received, most, RANK, SIZE)
-
-
-@triton.jit
-def _summed_by_owner(
-    part_ptr,
-    size,
-    addresses_ptr,
-    counters_ptr,
-    most,
-    patience,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    POWER_OF_2: tl.constexpr,
-    TRAPS: tl.constexpr,
-    ELEMENTS: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """In two shots: where the sum of a program's `ELEMENTS` elements lies in this rank's memory, as those of a
-    tensor. It is rounded.
-    """
-    pid = tl.program_id(0)
-    owner = pid % SIZE
-    element: tl.constexpr = part_ptr.dtype.element_ty
-    nth, place, patience = _begin(counters_ptr, patience, SIZE)
-    received = _memory_of(RANK, addresses_ptr, element) + place * most
-    if owner == RANK:
-        for peer in tl.static_range(SIZE):
-            if peer != RANK:
-                _wait_for(peer, nth, patience, addresses_ptr, counters_ptr, RANK, SIZE, TRAPS)
-        tl.debug_barrier()
-        for start in range(0, ELEMENTS, STEP):
-            offs, mask = _step(start, size, ELEMENTS, STEP)
-            own = tl.load(part_ptr + offs, mask=mask, other=0.0)
-            total = _added(own, offs, mask, received, most, RANK, SIZE).to(element)
-            for step in tl.static_range(1, SIZE + 1):  # and here, where nobody else writes an own part
-                theirs = _memory_of((RANK + step) % SIZE, addresses_ptr, element)
-                tl.store(theirs + (place + RANK) * most + offs, total, mask=mask)
-        _tell_all(nth, addresses_ptr, RANK, SIZE, POWER_OF_2)
-    else:
-        theirs = _memory_of(owner, addresses_ptr, element)
-        for start in range(0, ELEMENTS, STEP):
-            offs, mask = _step(start, size, ELEMENTS, STEP)
-            own = tl.load(part_ptr + offs, mask=mask, other=0.0)
-            tl.store(theirs + (place + RANK) * most + offs, own, mask=mask)
-        tl.debug_barrier()
-        tl.atomic_xchg(_signals_of(owner, addresses_ptr, SIZE) + RANK, nth, sem="release", scope="sys")
-        _wait_for(owner, nth, patience, addresses_ptr, counters_ptr, RANK, SIZE, TRAPS)
-    tl.debug_barrier()
-    return received + owner * most
-
-
-@triton.jit
-def _step(start, size, ELEMENTS: tl.constexpr, STEP: tl.constexpr):
-    """Elements of a program from `start` on: where they are in a tensor of `size`, and which of them there are."""
-    within = start + tl.arange(0, STEP)
-    offs = tl.program_id(0).to(tl.int64) * ELEMENTS + within
-    return offs, (within < ELEMENTS) & (offs < size)
-
-
-@triton.jit
-def _begin(counters_ptr, patience, SIZE: tl.constexpr):
-    """The number of the sum, the first of its places for parts, the attempts it makes."""
-    # Sums are counted: signals say of which one a part is there, and are never taken back.
-    nth = tl.load(counters_ptr, volatile=True) + 1
-    # The place that the sum before did not use: others may still read that one.
-    place = (nth & 1) * SIZE
-    return nth, place, tl.where(tl.load(counters_ptr + 2, volatile=True) != 0, 0, patience)
-
-
-@triton.jit
-def _memory_of(rank, addresses_ptr, element: tl.constexpr):
-    """Its data. Aligned, which a compiler cannot know of an address that it loads: accesses are wide only so."""
-    return tl.multiple_of(tl.load(addresses_ptr + rank).to(tl.pointer_type(element)), 16)
-
-
-@triton.jit
-def _signals_of(rank, addresses_ptr, SIZE: tl.constexpr):
-    """Its signals of this program's block."""
-    return tl.load(addresses_ptr + SIZE + rank).to(tl.pointer_type(tl.int64)) + tl.program_id(0) * SIZE
-
-
-@triton.jit
-def _tell_all(nth, addresses_ptr, RANK: tl.constexpr, SIZE: tl.constexpr, POWER_OF_2: tl.constexpr):
-    """That what this program wrote into the others' memory is there. By a thread for each of them at once."""
-    peer = tl.arange(0, POWER_OF_2)
-    is_other = (peer < SIZE) & (peer != RANK)
-    addresses = tl.load(addresses_ptr + SIZE + peer, mask=is_other, other=0)
-    signals = addresses.to(tl.pointer_type(tl.int64)) + (tl.program_id(0) * SIZE + RANK)
-    tl.debug_barrier()
-    tl.atomic_xchg(signals, tl.zeros_like(addresses) + nth, mask=is_other, sem="release", scope="sys")
-
-
-@triton.jit
-def _wait_for(
-    peer,
-    nth,
-    patience,
-    addresses_ptr,
-    counters_ptr,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    TRAPS: tl.constexpr,
-):
-    """Until its signal is there. One thread has then acquired what came with it: a barrier must follow."""
-    signal = _signals_of(RANK, addresses_ptr, SIZE) + peer
-    tries = 0
-    zero = (nth * 0).to(tl.int64)
-    while (tl.atomic_add(signal, zero, sem="relaxed", scope="sys") < nth) & (tries < patience):
-        tries += 1
-    # Whose result is used: else the compiler takes it for a load that nobody needs.
-    if tl.atomic_add(signal, zero, sem="acquire", scope="sys") < nth:
-        tl.store(counters_ptr + 2, 1)
-        if TRAPS:
-            tl.inline_asm_elementwise(
-                "trap; mov.b32 $0, $1;", "=r,r", [tl.arange(0, 32)], dtype=tl.int32, is_pure=False, pack=1
-            )
-
-
-@triton.jit
-def _added(own, offs, mask, received, most, RANK: tl.constexpr, SIZE: tl.constexpr):
-    """The own and the others' parts, in the order of ranks, in float32."""
-    total = tl.zeros_like(own).to(tl.float32)
-    for peer in tl.static_range(SIZE):
-        if peer == RANK:
-            total += own.to(tl.float32)
-        else:
-            come = tl.load(received + peer * most + offs, mask=mask, other=0.0, volatile=True)
-            total += come.to(tl.float32)
-    return total
-
-
-@triton.jit
-def _end(counters_ptr, num_programs):
-    """The last program to end counts the sum."""
-    one = tl.full((), 1, tl.int64)
-    if tl.atomic_add(counters_ptr + 1, one, sem="acq_rel", scope="gpu") == num_programs - 1:
-        tl.store(counters_ptr + 1, 0)
-        tl.atomic_add(counters_ptr, one, sem="release", scope="gpu")
+    end_sum(counters_ptr, num_programs)
