@@ -6,7 +6,7 @@ memory, as in the all-reduces of TensorRT-LLM. Addends are in the order of ranks
 Two places for what comes suffice. Who has ended sum n - 1 knows that all ranks have begun it: each has told it, or
 has told the owner that told it, for the first block as for any. So all have ended sum n - 2, and nobody reads its
 place when sum n is written there, whatever the forms, sizes and owners of these sums. What a rank writes in
-another's memory, signals among it, no third one does. A model of this is in tests/triton_ops/ranks/test_signals.py.
+another's memory, signals among it, no third one does. tests/triton_ops/ranks/test_signals.py models it.
 
 Programs wait for those of the same number on other ranks. A GPU begins programs in order: the first that has not
 ended everywhere runs on each rank, or is the next to, and waits for none that comes after it.

@@ -180,6 +180,24 @@ def test_two_shots_of_ranks_one_after_the_other(
                 assert torch.equal(got[0], normed)
 
 
+def test_in_two_shots_a_rank_writes_nothing_else(kernel_device: torch.device) -> None:
+    """Rank 1 of three: rows that others own into the owner's memory alone, its own rows into all."""
+    memory = memory_of(3, 2**16, kernel_device)
+    written = [data.view(torch.float16).view(2, 3, -1).fill_(7.0) for data in memory[0].data]
+    part = torch.rand(8, 3000, device=kernel_device).half()
+    PeerSum(memory[1], patience=1, traps=False, two_shots_above=0).add_rms_norm(part, part, part[0], 1e-6)
+    for rank, data in enumerate(written):
+        assert bool((data[0] == 7).all())  # the place of the second sum
+        assert bool((data[1, [0, 2]] == 7).all())
+        rows, rest = data[1, 1, : part.numel()].view(part.shape), data[1, 1, part.numel() :]
+        assert bool((rest == 7).all())
+        for row in range(len(part)):
+            if row % 3 != 1:
+                assert bool((rows[row] == (part[row] if row % 3 == rank else 7)).all())
+            else:
+                assert bool((rows[row] != 7).any())
+
+
 def summed_by_process(memory: PeerMemory, parts: list[torch.Tensor], found: list[torch.Tensor]) -> None:
     """Sums in one shot and in two, of ranks that run at a time; then the process ends with 0."""
     peers = PeerSum(memory, traps=False, two_shots_above=5000)
