@@ -18,10 +18,9 @@ from triton_ops.norms.rms_norm import row_scale, weighted
 from triton_ops.ranks.exchange import end_sum, sum_in_one_shot, sum_in_two_shots
 from triton_ops.tuning import row_blocks
 
-BLOCK = 2048  # elements of a program that only adds, in one shot
-TWO_SHOTS_BLOCK = 4096  # in two
-_WARPS = 8
-TWO_SHOTS_TILES = 1  # groups of rows of a program that norms, in two shots
+BLOCK, TWO_SHOTS_BLOCK = 2048, 4096  # elements of a program that only adds, in one shot and in two
+_WARPS = 8  # of such a program
+TWO_SHOTS_TILES = 1  # blocks of `row_blocks` of a program that norms, in two shots
 # Bytes of a part of more than two ranks above which a sum takes two shots: it waits twice, but sends less.
 TWO_SHOTS_ABOVE = 2**19
 # Attempts at a signal, of a quarter of a microsecond each: hosts notice before that a rank has gone.
@@ -36,8 +35,8 @@ class PeerMemory:
 
     Attributes:
         rank: the own one.
-        data: of each rank, uint8: two places for a part of each rank.
-        signals: of each rank, int64 `[programs, ranks]`, zeros: the latest sum for which a rank's part is there.
+        data: of each rank, uint8: two places for a part of each rank, or for what it has summed of others.
+        signals: of each rank, int64 `[programs, ranks]`, zeros: the latest sum for which that is there.
         counters: its own, int64 `[3]`, zeros.
     """
 
