@@ -1,6 +1,6 @@
 """Memory of cards of this host that others write into."""
 
-# Tests: tests/ranks/test_on_cards.py
+# Tests: tests/ranks/test_on_cards.py, tests/ranks/test_sums_on_cards.py
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Sums over GPUs by one kernel, and the addition of a residual and the norm after it in the same one."""
 
-# Tests: tests/triton_ops/ranks/test_peer_sum.py, tests/ranks/test_sums_on_cards.py
-
 from __future__ import annotations
 
 from collections.abc import Sequence
