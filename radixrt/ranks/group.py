@@ -22,7 +22,7 @@ from layers.ranks import Ranks
 from layers.stages import WHOLE, Link, Stage, TokenReceiver, TokenSender
 from radixrt.ranks.shared_memory import reaches_all, shared_memory
 from triton_ops.implementation import Impl, runs_triton
-from triton_ops.ranks.peer_sum import PeerMemory, PeerSum
+from triton_ops.ranks.peer_sum import TWO_SHOTS_ABOVE, PeerMemory, PeerSum
 
 _HOST = "127.0.0.1"
 ABORT_SECONDS = 10.0
@@ -166,22 +166,26 @@ def _with_peers(group: RankGroup, store: Any, device: torch.device) -> RankGroup
         return group
     own = c10d.PrefixStore(f"stage {group.stage.index}", store)
     memory = shared_memory(own, ranks.rank, ranks.size, device)
-    _sum_of(memory, 1.0, patience=0)  # loads the kernel, which takes each rank another time
+    _adds(memory, 1.0, patience=0)  # loads the kernels, which takes each rank another time
     memory.counters[2] = 0
     group.least(1)  # all have
-    adds = [_sum_of(memory, value, _CHECK_PATIENCE) for value in (1.0, 2.0)]
+    adds = [_adds(memory, value, _CHECK_PATIENCE) for value in (1.0, 2.0)]
     if not group.least(int(all(adds))):
         _log.warning("the cards reach each other's memory, but sums there are wrong: NCCL makes them")
         return group
     return replace(group, ranks=replace(ranks, peers=PeerSum(memory)))
 
 
-def _sum_of(memory: PeerMemory, value: float, patience: int) -> bool:
-    """Whether the sum of the largest parts is right, where those of rank r are `(r + 1) * value`."""
+def _adds(memory: PeerMemory, value: float, patience: int) -> bool:
+    """Whether sums in one shot and in two, of the largest parts, are right, where those of rank r are
+    `(r + 1) * value`. Two sums: without patience a rank may write no more before the others begin.
+    """
     peers, size = PeerSum(memory, patience, traps=False), len(memory.data)
-    part = torch.full((peers.num_bytes // 4,), (memory.rank + 1) * value, device=memory.counters.device)
-    is_right = bool((peers(part) == value * size * (size + 1) / 2).all())
-    return is_right and not peers.has_given_up
+    are_right = True
+    for num_bytes in (min(TWO_SHOTS_ABOVE, peers.num_bytes), peers.num_bytes):
+        part = torch.full((num_bytes // 4,), (memory.rank + 1) * value, device=memory.counters.device)
+        are_right &= bool((peers(part) == value * size * (size + 1) / 2).all())
+    return are_right and not peers.has_given_up
 
 
 def _nccl(store: Any, name: str, rank: int, size: int) -> Any:

@@ -1,6 +1,6 @@
 """Memory of cards of this host that others write into."""
 
-# Tests: tests/ranks/test_on_cards.py
+# Tests: tests/ranks/test_on_cards.py, tests/ranks/test_sums_on_cards.py
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from torch import Tensor
 
 from triton_ops.ranks.peer_sum import PeerMemory
 
-# Of a part that is summed so; greater ones are summed by NCCL. Of more than two ranks each sends its part several
-# times, NCCL no more than twice (docs/lab-notebook/2026-11-26-sums-over-cards.md).
-NUM_BYTES_OF_TWO, NUM_BYTES = 16 * 2**20, 2**17
+# Of a part that is summed so; greater ones are summed by NCCL (docs/lab-notebook/2026-11-26-sums-over-cards.md).
+NUM_BYTES = 16 * 2**20
 
 
 def reaches_all(rank: int, size: int, device: torch.device) -> bool:
@@ -26,7 +25,7 @@ def reaches_all(rank: int, size: int, device: torch.device) -> bool:
 
 def shared_memory(store: Any, rank: int, size: int, device: torch.device) -> PeerMemory:
     """That of all ranks, each of which offers its own at the store; waits for the others."""
-    data, signals, counters = PeerMemory.own(size, NUM_BYTES_OF_TWO if size == 2 else NUM_BYTES, device)
+    data, signals, counters = PeerMemory.own(size, NUM_BYTES, device)
     torch.cuda.synchronize(device)  # signals are 0 before others see them
     for name, tensor in (("data", data), ("signals", signals)):
         told = tensor.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]

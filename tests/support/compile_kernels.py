@@ -53,6 +53,10 @@ OVERLAPPING = {
     "_extend_hopper_kernel",
     "_experts_hopper_kernel",
 }
+# What must be in a kernel's PTX. A compiler leaves out an acquire whose result is not used, and splits accesses of
+# 16 bytes where it does not know that addresses are aligned.
+_OF_PEERS = ("ld.global.sys.acquire", "ld.volatile.global.v4")
+NEEDED = {"_peer_sum_kernel": _OF_PEERS, "_peer_add_rms_norm_kernel": _OF_PEERS}
 PROCESSES = 2
 
 
@@ -78,6 +82,7 @@ class Compiled:
         spilled: bytes of stack a thread, which in these kernels hold spilled registers alone.
         wgmma: how many of these instructions its PTX has.
         serialised: whether its machine code waits after each of them.
+        missing: what its PTX needs and lacks.
         error: why it could not be compiled; None if it was.
     """
 
@@ -90,6 +95,7 @@ class Compiled:
     spilled: int = 0
     wgmma: int = 0
     serialised: bool = False
+    missing: tuple[str, ...] = ()
     error: str | None = None
 
     @property
@@ -106,6 +112,7 @@ class Compiled:
             )
         if self.serialised and self.kernel in OVERLAPPING:
             faults.append("waits after every wgmma")
+        faults.extend(f"has no {text}" for text in self.missing)
         return faults
 
     def __str__(self) -> str:
@@ -186,13 +193,15 @@ def compile_variant(variant: Variant) -> Compiled:
     except Exception as error:  # of any kind: a defect of the kernel, to be reported with the others
         return compiled(error=f"{type(error).__name__}: {_first_words(str(error))}")
     registers, spilled = _resources(kernel.asm["cubin"])
-    wgmma = kernel.asm["ptx"].count("wgmma.mma_async")
+    ptx = kernel.asm["ptx"]
+    wgmma = ptx.count("wgmma.mma_async")
     return compiled(
         shared=kernel.metadata.shared,
         registers=registers,
         spilled=spilled,
         wgmma=wgmma,
-        serialised=wgmma > 0 and _waits(kernel.asm["cubin"]) > 2 * kernel.asm["ptx"].count("wgmma.wait_group"),
+        serialised=wgmma > 0 and _waits(kernel.asm["cubin"]) > 2 * ptx.count("wgmma.wait_group"),
+        missing=tuple(text for text in NEEDED.get(source.fn.__name__, ()) if text not in ptx),
     )
 
 

@@ -906,11 +906,15 @@ def _peer_cases() -> Iterator[KernelCase]:
     """Of a decode's hidden states, for the last of the ranks."""
     for dtype, num_ranks in ((torch.bfloat16, 2), (torch.float16, 4), (torch.float32, 8)):
         data, signals = [torch.empty(2**20, dtype=torch.uint8)] * num_ranks, [torch.empty(4096)] * num_ranks
-        peers = PeerSum(PeerMemory(num_ranks - 1, data, signals, torch.empty(3, dtype=torch.int64)))
-        part = torch.empty(64, 1024, dtype=dtype)
-        yield KernelCase(PeerSum, f"{num_ranks} ranks", partial(peers, part), few=num_ranks == 2)
-        normed = partial(peers.add_rms_norm, part, part, part[0], 1e-6)
-        yield KernelCase(PeerSum, f"{num_ranks} ranks, normed", normed, few=num_ranks == 2)
+        memory = PeerMemory(num_ranks - 1, data, signals, torch.empty(3, dtype=torch.int64))
+        for shots, above in ((1, 2**30), (2, 0))[: 1 if num_ranks == 2 else 2]:
+            peers, name = PeerSum(memory, two_shots_above=above), f"{num_ranks} ranks, shots {shots}"
+            few = num_ranks == 2 or (num_ranks == 4 and shots == 2)
+            for size in (1024, 5120, 8192):
+                part = torch.empty(64, size, dtype=dtype)
+                normed = partial(peers.add_rms_norm, part, part, part[0], 1e-6)
+                yield KernelCase(PeerSum, f"{name}, {size} normed", normed, few and size == 1024)
+            yield KernelCase(PeerSum, name, partial(peers, part), few)
 
 
 # --- recurrent layers ---

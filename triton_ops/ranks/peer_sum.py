@@ -1,8 +1,4 @@
-"""Sums over GPUs by one kernel: each writes its part into the others' memory, signals, and adds what has come.
-
-All ranks do the same at once, as in the one-shot all-reduce of TensorRT-LLM. Addends are in the order of ranks, on
-each of them and for each size. The addition of a residual and the norm after it are of the same kernel.
-"""
+"""Sums over GPUs by one kernel, and the addition of a residual and the norm after it in the same one."""
 
 from __future__ import annotations
 
@@ -15,11 +11,16 @@ import torch
 from torch import Tensor
 
 from triton_ops.activations.elementwise import check_residual, check_vector
-from triton_ops.implementation import cdiv, tl, triton
+from triton_ops.implementation import cdiv, next_power_of_2, tl, triton
 from triton_ops.norms.rms_norm import row_scale, weighted
+from triton_ops.ranks.exchange import end_sum, sum_in_one_shot, sum_in_two_shots
 from triton_ops.tuning import row_blocks
 
-BLOCK = 2048  # elements of a program that only adds
+BLOCK, TWO_SHOTS_BLOCK = 2048, 4096  # elements of a program that only adds, in one shot and in two
+_WARPS = 8  # of such a program
+TWO_SHOTS_TILES = 1  # blocks of `row_blocks` of a program that norms, in two shots
+# Bytes of a part of more than two ranks above which a sum takes two shots: it waits twice, but sends less.
+TWO_SHOTS_ABOVE = 2**19
 # Attempts at a signal, of a quarter of a microsecond each: hosts notice before that a rank has gone.
 PATIENCE = 400_000_000
 _LEAST_BYTES = 1024  # of a program's part
@@ -32,8 +33,8 @@ class PeerMemory:
 
     Attributes:
         rank: the own one.
-        data: of each rank, uint8: two places for a part of each rank.
-        signals: of each rank, int64 `[programs, ranks]`, zeros: the latest sum for which a rank's part is there.
+        data: of each rank, uint8: two places for a part of each rank, or for what it has summed of others.
+        signals: of each rank, int64 `[programs, ranks]`, zeros: the latest sum for which that is there.
         counters: its own, int64 `[3]`, zeros.
     """
 
@@ -60,11 +61,19 @@ class PeerSum:
 
     A rank whose part has not come after so many attempts ends the kernel, and the device is lost: a sum without it
     would be wrong. With `traps` False it is given up instead, and so are all later ones: see `has_given_up`.
+    Parts of more bytes than `two_shots_above`, of more than two ranks, are summed in two shots.
     """
 
-    def __init__(self, memory: PeerMemory, patience: int = PATIENCE, *, traps: bool = True) -> None:
+    def __init__(
+        self,
+        memory: PeerMemory,
+        patience: int = PATIENCE,
+        *,
+        traps: bool = True,
+        two_shots_above: int = TWO_SHOTS_ABOVE,
+    ) -> None:
         self._memory, self._addresses, self._patience = memory, memory.addresses(), patience
-        self._traps = traps
+        self._traps, self._two_shots_above = traps, two_shots_above
         own = memory.signals[memory.rank]
         self._all_come = torch.full_like(own, 2**62, device="cpu", pin_memory=own.is_cuda)
         self._size = len(memory.data)
@@ -98,15 +107,19 @@ class PeerSum:
 
     def __call__(self, part: Tensor) -> Tensor:
         """The sum of the ranks' parts, in the place of `part`, which is contiguous."""
-        num_programs = cdiv(part.numel(), BLOCK)
+        two_shots = self._takes_two_shots(part)
+        block = TWO_SHOTS_BLOCK if two_shots else BLOCK
+        num_programs = cdiv(part.numel(), block)
         if num_programs:
             _peer_sum_kernel[(num_programs,)](
                 part,
                 *self._arguments(part, num_programs),
                 part.numel(),
                 **self._constants,
-                BLOCK=BLOCK,
-                num_warps=8,
+                TWO_SHOTS=two_shots,
+                STEP=_step_of(block, part, _WARPS),
+                BLOCK=block,
+                num_warps=_WARPS,
             )
         return part
 
@@ -122,8 +135,11 @@ class PeerSum:
         num_rows, size = part.shape
         normed, total = torch.empty_like(part), torch.empty_like(part)
         if num_rows:
+            # Rows by as many warps as by `add_rms_norm`, so that squares are added in the same order.
             block, rows, num_warps = row_blocks(size, part.dtype)
-            num_programs = cdiv(num_rows, rows)
+            two_shots = self._takes_two_shots(part)
+            tiles = TWO_SHOTS_TILES if two_shots else 1
+            num_programs = cdiv(num_rows, tiles * rows)
             _peer_add_rms_norm_kernel[(num_programs,)](
                 part,
                 *self._arguments(part, num_programs),
@@ -134,12 +150,18 @@ class PeerSum:
                 num_rows,
                 eps,
                 **self._constants,
+                TWO_SHOTS=two_shots,
+                STEP=_step_of(tiles * rows * size, part, num_warps),
                 WIDTH=size,
                 BLOCK=block,
                 ROWS=rows,
+                TILES=tiles,
                 num_warps=num_warps,
             )
         return normed, total
+
+    def _takes_two_shots(self, part: Tensor) -> bool:
+        return self._size > 2 and part.nbytes > self._two_shots_above
 
     def _arguments(self, part: Tensor, num_programs: int) -> tuple[object, ...]:
         places = self.num_bytes // part.itemsize
@@ -148,6 +170,11 @@ class PeerSum:
     @property
     def _constants(self) -> dict[str, int | bool]:
         return {"RANK": self._memory.rank, "SIZE": self._size, "TRAPS": self._traps}
+
+
+def _step_of(num_elements: int, part: Tensor, num_warps: int) -> int:
+    """How many of a program's elements are sent at a time: of each thread two accesses of 16 bytes."""
+    return min(next_power_of_2(num_elements), num_warps * 32 * 32 // part.itemsize)
 
 
 @triton.jit(do_not_specialize=["num_programs", "patience"])
@@ -162,14 +189,23 @@ def _peer_sum_kernel(
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
     TRAPS: tl.constexpr,
+    TWO_SHOTS: tl.constexpr,
+    STEP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < size
-    own = tl.load(part_ptr + offs, mask=mask, other=0.0)
-    total = _total(own, offs, mask, addresses_ptr, counters_ptr, most, patience, RANK, SIZE, TRAPS)
-    tl.store(part_ptr + offs, total.to(own.dtype), mask=mask)
-    _end(counters_ptr, num_programs)
+    element: tl.constexpr = part_ptr.dtype.element_ty
+    if TWO_SHOTS:
+        sum_ptr = sum_in_two_shots(
+            part_ptr, size, addresses_ptr, counters_ptr, most, patience, RANK, SIZE, TRAPS, BLOCK, STEP
+        )
+        total = tl.load(sum_ptr + offs, mask=mask, other=0.0, volatile=True)
+    else:
+        own = tl.load(part_ptr + offs, mask=mask, other=0.0)
+        total = sum_in_one_shot(own, offs, mask, addresses_ptr, counters_ptr, most, patience, RANK, SIZE, TRAPS)
+    tl.store(part_ptr + offs, total.to(element), mask=mask)
+    end_sum(counters_ptr, num_programs)
 
 
 @triton.jit(do_not_specialize=["num_programs", "patience", "num_rows"])
@@ -189,84 +225,36 @@ def _peer_add_rms_norm_kernel(
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
     TRAPS: tl.constexpr,
+    TWO_SHOTS: tl.constexpr,
+    STEP: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
-    col = tl.arange(0, BLOCK)[None, :]
-    mask = (row < num_rows) & (col < WIDTH)
-    offs = row * WIDTH + col
-    own = tl.load(part_ptr + offs, mask=mask, other=0.0)
-    total = _total(own, offs, mask, addresses_ptr, counters_ptr, most, patience, RANK, SIZE, TRAPS)
-    dtype = own.dtype
-    other = tl.load(residual_ptr + offs, mask=mask, other=0.0)
-    weight = tl.load(weight_ptr + tl.zeros_like(row) + col, mask=mask, other=0.0)
-    x = (total.to(dtype).to(tl.float32) + other.to(tl.float32)).to(dtype)
-    tl.store(sum_ptr + offs, x, mask=mask)
-    normed = weighted(x.to(tl.float32) * row_scale(x, eps, WIDTH), weight, dtype, None)
-    tl.store(out_ptr + offs, normed, mask=mask)
-    _end(counters_ptr, num_programs)
-
-
-@triton.jit
-def _total(
-    own,
-    offs,
-    mask,
-    addresses_ptr,
-    counters_ptr,
-    most,
-    patience,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    TRAPS: tl.constexpr,
-):
-    """The sum of a program's part over ranks, in float32."""
-    pid = tl.program_id(0)
-    element = own.dtype
-    # Sums are counted: signals say of which one a part is there, and are never taken back.
-    nth = tl.load(counters_ptr, volatile=True) + 1
-    # The place that the sum before did not use: others may still read that one.
-    place = (nth & 1) * SIZE
-    patience = tl.where(tl.load(counters_ptr + 2, volatile=True) != 0, 0, patience)
-    for peer in tl.static_range(SIZE):
-        if peer != RANK:
-            theirs = tl.load(addresses_ptr + peer).to(tl.pointer_type(element))
-            tl.store(theirs + (place + RANK) * most + offs, own, mask=mask)
-    tl.debug_barrier()
-    for peer in tl.static_range(SIZE):
-        if peer != RANK:
-            signal = tl.load(addresses_ptr + SIZE + peer).to(tl.pointer_type(tl.int64)) + pid * SIZE + RANK
-            tl.atomic_xchg(signal, nth, sem="release", scope="sys")
-    total = tl.zeros_like(own).to(tl.float32)
-    received = tl.load(addresses_ptr + RANK).to(tl.pointer_type(element))
-    signals = tl.load(addresses_ptr + SIZE + RANK).to(tl.pointer_type(tl.int64)) + pid * SIZE
-    for peer in tl.static_range(SIZE):
-        if peer == RANK:
-            total += own.to(tl.float32)
+    dtype: tl.constexpr = part_ptr.dtype.element_ty
+    if TWO_SHOTS:
+        size = num_rows.to(tl.int64) * WIDTH
+        elements: tl.constexpr = TILES * ROWS * WIDTH
+        total_ptr = sum_in_two_shots(
+            part_ptr, size, addresses_ptr, counters_ptr, most, patience, RANK, SIZE, TRAPS, elements, STEP
+        )
+    for tile in tl.static_range(TILES):
+        row = ((tl.program_id(0) * TILES + tile) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+        col = tl.arange(0, BLOCK)[None, :]
+        mask = (row < num_rows) & (col < WIDTH)
+        offs = row * WIDTH + col
+        if TWO_SHOTS:
+            total = tl.load(total_ptr + offs, mask=mask, other=0.0, volatile=True)
         else:
-            tries = 0
-            zero = (nth * 0).to(tl.int64)
-            while (tl.atomic_add(signals + peer, zero, sem="relaxed", scope="sys") < nth) & (tries < patience):
-                tries += 1
-            tl.atomic_add(signals + peer, zero, sem="acquire", scope="sys")
-            if tries >= patience:
-                tl.store(counters_ptr + 2, 1)
-                if TRAPS:
-                    tl.inline_asm_elementwise(
-                        "trap; mov.b32 $0, $1;", "=r,r", [tl.arange(0, 32)], dtype=tl.int32, is_pure=False, pack=1
-                    )
-            tl.debug_barrier()
-            come = tl.load(received + (place + peer) * most + offs, mask=mask, other=0.0, volatile=True)
-            total += come.to(tl.float32)
-    return total
-
-
-@triton.jit
-def _end(counters_ptr, num_programs):
-    """The last program to end counts the sum."""
-    one = tl.full((), 1, tl.int64)
-    if tl.atomic_add(counters_ptr + 1, one, sem="acq_rel", scope="gpu") == num_programs - 1:
-        tl.store(counters_ptr + 1, 0)
-        tl.atomic_add(counters_ptr, one, sem="release", scope="gpu")
+            own = tl.load(part_ptr + offs, mask=mask, other=0.0)
+            total = sum_in_one_shot(
+                own, offs, mask, addresses_ptr, counters_ptr, most, patience, RANK, SIZE, TRAPS
+            )
+        other = tl.load(residual_ptr + offs, mask=mask, other=0.0)
+        weight = tl.load(weight_ptr + tl.zeros_like(row) + col, mask=mask, other=0.0)
+        x = (total.to(dtype).to(tl.float32) + other.to(tl.float32)).to(dtype)
+        tl.store(sum_ptr + offs, x, mask=mask)
+        normed = weighted(x.to(tl.float32) * row_scale(x, eps, WIDTH), weight, dtype, None)
+        tl.store(out_ptr + offs, normed, mask=mask)
+    end_sum(counters_ptr, num_programs)

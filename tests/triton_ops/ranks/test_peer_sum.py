@@ -1,7 +1,11 @@
-"""Sums over ranks by one kernel: the ranks are streams of one GPU here, which is all that the kernel can tell."""
+"""Sums over ranks by one kernel: the ranks are streams of one GPU here, which is all that the kernel can tell, or
+processes in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import subprocess
 import sys
 import time
@@ -11,12 +15,16 @@ from typing import TypeVar
 import pytest
 import torch
 
+from tests.support.interpreter import require_interpreter
 from triton_ops.norms.rms_norm import add_rms_norm
+from triton_ops.ranks import peer_sum
 from triton_ops.ranks.peer_sum import PATIENCE, PeerMemory, PeerSum
 
 T = TypeVar("T")
 
 gpu = pytest.mark.gpu
+ONE_SHOT, TWO_SHOTS, MIXED = 2**30, 0, 5000  # bytes above which sums of more than two ranks take two shots
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def memory_of(size: int, num_bytes: int, device: torch.device) -> list[PeerMemory]:
@@ -26,7 +34,7 @@ def memory_of(size: int, num_bytes: int, device: torch.device) -> list[PeerMemor
     return [PeerMemory(rank, data, signals, made[rank][2]) for rank in range(size)]
 
 
-def on_streams(size: int, num_bytes: int, work: Callable[[PeerSum, int], T]) -> list[T]:
+def on_streams(size: int, num_bytes: int, above: int, work: Callable[[PeerSum, int], T]) -> list[T]:
     """What the work of each rank returns, on a stream of its own. Without patience first: to load a kernel, or
     to ask for memory, may wait for kernels that run, and here these wait for others of this process.
     """
@@ -40,7 +48,7 @@ def on_streams(size: int, num_bytes: int, work: Callable[[PeerSum, int], T]) -> 
         torch.cuda.synchronize()
         for rank, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                found.append(work(PeerSum(memory[rank], patience, traps=False), rank))
+                found.append(work(PeerSum(memory[rank], patience, traps=False, two_shots_above=above), rank))
         torch.cuda.synchronize()
     assert not any(int(each.counters[2]) for each in memory)  # nobody was given up
     return found
@@ -55,16 +63,23 @@ def total_of(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 @gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("size", [2, 4])
-def test_sums(size: int, dtype: torch.dtype) -> None:
-    """Many of them, of sizes that change, one after the other."""
-    shapes = [(3, 64), (1, 2048), (7, 1000), (1, 1)] * 25
+@pytest.mark.parametrize(
+    ("size", "dtype", "above"),
+    [
+        *((2, dtype, ONE_SHOT) for dtype in (BF16, FP16, FP32)),
+        *((3, BF16, above) for above in (TWO_SHOTS, MIXED)),
+        *((4, BF16, above) for above in (ONE_SHOT, TWO_SHOTS, MIXED)),
+        (4, FP32, MIXED),
+    ],
+)
+def test_sums(size: int, dtype: torch.dtype, above: int) -> None:
+    """Many of them, of sizes that change, one after the other; of fewer programs than ranks, and of more."""
+    shapes = [(3, 64), (1, 2048), (7, 1000), (1, 1), (9, 2048), (11, 2001)] * 25
     generator = torch.Generator("cuda").manual_seed(0)
     parts = [
         [torch.randn(shape, generator=generator, device="cuda").to(dtype) for shape in shapes] for _ in range(size)
     ]
-    found = on_streams(size, 2**16, lambda peers, rank: [peers(part.clone()) for part in parts[rank]])
+    found = on_streams(size, 2**17, above, lambda peers, rank: [peers(part.clone()) for part in parts[rank]])
     for place, of_ranks in enumerate(zip(*parts, strict=True)):
         expected = total_of([*of_ranks])
         for rank in range(size):
@@ -72,16 +87,26 @@ def test_sums(size: int, dtype: torch.dtype) -> None:
 
 
 @gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("size", [2, 4])
-def test_sums_that_are_normed(size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("size", "dtype", "tiles", "above"),
+    [
+        *((2, dtype, 1, ONE_SHOT) for dtype in (BF16, FP32)),
+        *((3, dtype, 2, MIXED) for dtype in (BF16, FP32)),
+        *((4, BF16, 1, above) for above in (ONE_SHOT, TWO_SHOTS, MIXED)),
+        (4, FP32, 1, TWO_SHOTS),
+    ],
+)
+def test_sums_that_are_normed(
+    size: int, dtype: torch.dtype, tiles: int, above: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To the bit as a sum, rounded, and `add_rms_norm`; between sums alone, whose places they share."""
+    monkeypatch.setattr(peer_sum, "TWO_SHOTS_TILES", tiles)
     generator = torch.Generator("cuda").manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device="cuda").to(dtype)
 
-    shapes = [(1, 64), (3, 64), (17, 64), (200, 64), (3, 1024), (17, 1024), (2, 5120)] * 10
+    shapes = [(1, 64), (3, 64), (17, 64), (200, 64), (3, 1024), (17, 1024), (7, 5120)] * 10
     parts = [[random(*shape) for shape in shapes] for _ in range(size)]
     plain = [[random(1000) for _ in shapes] for _ in range(size)]
     residuals, weights = [random(*shape) for shape in shapes], [random(shape[1]) for shape in shapes]
@@ -92,7 +117,7 @@ def test_sums_that_are_normed(size: int, dtype: torch.dtype) -> None:
             for place, part in enumerate(parts[rank])
         ]
 
-    found = on_streams(size, 2**18, work)
+    found = on_streams(size, 2**18, above, work)
     for place in range(len(shapes)):
         summed = total_of([of_rank[place] for of_rank in parts])
         normed, total = add_rms_norm(summed, residuals[place], weights[place], 1e-6)
@@ -135,6 +160,96 @@ def test_the_last_rank_finds_all_parts(
         assert [each.counters[:2].tolist() for each in memory] == [[2 * nth + 2, 0]] * size
 
 
+@pytest.mark.parametrize(("size", "tiles"), [(3, 1), (4, 2)])
+@pytest.mark.parametrize("shape", [(1, 64), (101, 64), (5, 1024), (5, 3000)])
+def test_two_shots_of_ranks_one_after_the_other(
+    size: int, shape: tuple[int, int], tiles: int, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same sum three times, each by all ranks without patience: then owners have found parts, and all sums."""
+    monkeypatch.setattr(peer_sum, "TWO_SHOTS_TILES", tiles)
+    monkeypatch.setattr(peer_sum, "TWO_SHOTS_BLOCK", 1024)
+    memory = memory_of(size, 2**18, kernel_device)
+    generator = torch.Generator(kernel_device).manual_seed(0)
+    parts = [torch.randn(*shape, generator=generator, device=kernel_device).half() for _ in range(size)]
+    residual, weight = parts[0] + 1, parts[1][0] + 1
+    total = total_of(parts)
+    normed, summed = add_rms_norm(total, residual, weight, 1e-6, impl="triton")
+    for nth, with_norm in enumerate((False, True, False)):
+        for _ in range(3):
+            found = []
+            for each, part in zip(memory, parts, strict=True):
+                each.counters.copy_(torch.tensor([nth, 0, 0]))
+                peers = PeerSum(each, patience=1, traps=False, two_shots_above=0)
+                if with_norm:
+                    found.append(peers.add_rms_norm(part, residual, weight, 1e-6))
+                else:
+                    found.append((peers(part.clone()),))
+        for each, got in zip(memory, found, strict=True):
+            assert each.counters.tolist() == [nth + 1, 0, 0]
+            assert torch.equal(got[-1], summed if with_norm else total)
+            if with_norm:
+                assert torch.equal(got[0], normed)
+
+
+def test_in_two_shots_a_rank_writes_nothing_else(kernel_device: torch.device) -> None:
+    """Rank 1 of three: rows that others own into the owner's memory alone, its own rows into all."""
+    memory = memory_of(3, 2**16, kernel_device)
+    written = [data.view(torch.float16).view(2, 3, -1).fill_(7.0) for data in memory[0].data]
+    part = torch.rand(8, 3000, device=kernel_device).half()
+    PeerSum(memory[1], patience=1, traps=False, two_shots_above=0).add_rms_norm(part, part, part[0], 1e-6)
+    for rank, data in enumerate(written):
+        assert bool((data[0] == 7).all())  # the place of the second sum
+        assert bool((data[1, [0, 2]] == 7).all())
+        rows, rest = data[1, 1, : part.numel()].view(part.shape), data[1, 1, part.numel() :]
+        assert bool((rest == 7).all())
+        for row in range(len(part)):
+            if row % 3 != 1:
+                assert bool((rows[row] == (part[row] if row % 3 == rank else 7)).all())
+            else:
+                assert bool((rows[row] != 7).any())
+
+
+def summed_by_process(memory: PeerMemory, parts: list[torch.Tensor], found: list[torch.Tensor]) -> None:
+    """Sums in one shot and in two, of ranks that run at a time; then the process ends with 0."""
+    peers = PeerSum(memory, traps=False, two_shots_above=5000)
+    for place, (part, own) in enumerate(zip(parts, found, strict=True)):
+        if place % 3:
+            own.copy_(peers(part))
+        else:
+            own.copy_(peers.add_rms_norm(part, torch.zeros_like(part), part[0], 1e-6)[1])
+    os._exit(0)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_processes_sum() -> None:
+    """At speeds of their own: each waits for the others in the interpreter, with the kernel's own signals."""
+    require_interpreter()
+    size, shapes = 3, [(40, 64), (3, 2048), (9, 1000), (2, 30), (150, 64), (2, 5000)] * 3
+    generator = torch.Generator().manual_seed(0)
+    parts = [[torch.randn(shape, generator=generator).half() for shape in shapes] for _ in range(size)]
+    memory = memory_of(size, 2**15, torch.device("cpu"))
+    found = [[torch.zeros_like(part).share_memory_() for part in parts[0]] for _ in range(size)]
+    for each in memory:
+        each.data[each.rank].share_memory_()
+        each.signals[each.rank].share_memory_()
+    context = multiprocessing.get_context("fork")
+    processes = [
+        context.Process(target=summed_by_process, args=(memory[rank], parts[rank], found[rank]))
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    exits = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert exits == [0] * size
+    for place, of_ranks in enumerate(zip(*parts, strict=True)):
+        for own in found:
+            assert torch.equal(own[place], total_of([*of_ranks]))
+
+
 def test_a_sum_leaves_what_was_read_for_the_one_before(kernel_device: torch.device) -> None:
     """Its rank may be late."""
     memory = memory_of(2, 64, kernel_device)
@@ -145,21 +260,26 @@ def test_a_sum_leaves_what_was_read_for_the_one_before(kernel_device: torch.devi
         assert written[:, 0].tolist() == expected
 
 
-def test_who_waits_is_released(kernel_device: torch.device) -> None:
-    """Also with sums that come later."""
-    first = PeerSum(memory_of(2, 2**12, kernel_device)[0], patience=1000, traps=False)
-    first.release()
+@pytest.mark.parametrize(("size", "rank"), [(2, 0), (3, 0), (3, 1)])
+def test_who_waits_is_released(size: int, rank: int, kernel_device: torch.device) -> None:
+    """Also with sums that come later. In two shots the owner, and who waits for it."""
+    peers = PeerSum(memory_of(size, 2**12, kernel_device)[rank], patience=10, traps=False, two_shots_above=0)
+    peers.release()
     for _ in range(3):
-        first(torch.ones(100, device=kernel_device))
-    assert not first.has_given_up
+        peers(torch.ones(100, device=kernel_device))
+    assert not peers.has_given_up
+    peers._memory.signals[rank].zero_()
+    peers(torch.ones(100, device=kernel_device))
+    assert peers.has_given_up
 
 
 @gpu
-def test_who_waits_already_is_released() -> None:
+@pytest.mark.parametrize(("size", "rank"), [(2, 0), (3, 0), (3, 1)])
+def test_who_waits_already_is_released(size: int, rank: int) -> None:
     """By a copy beside the kernel."""
-    first = PeerSum(memory_of(2, 2**12, torch.device("cuda", 0))[0], traps=False)
+    first = PeerSum(memory_of(size, 2**12, torch.device("cuda", 0))[rank], traps=False, two_shots_above=0)
     part = torch.ones(100, device="cuda")
-    PeerSum(first._memory, patience=1, traps=False)(part.clone())  # loads the kernel
+    PeerSum(first._memory, patience=1, traps=False, two_shots_above=0)(part.clone())  # loads the kernel
     first._memory.counters.zero_()
     torch.cuda.synchronize()
     ended = torch.cuda.Event()
@@ -173,9 +293,11 @@ def test_who_waits_already_is_released() -> None:
 
 
 @gpu
-def test_a_rank_that_does_not_come_is_given_up() -> None:
+@pytest.mark.parametrize(("size", "rank"), [(2, 0), (3, 0), (3, 1)])
+def test_a_rank_that_does_not_come_is_given_up(size: int, rank: int) -> None:
     """After some patience; later sums do not wait for it again."""
-    first = PeerSum(memory_of(2, 2**12, torch.device("cuda", 0))[0], patience=100_000, traps=False)
+    memory = memory_of(size, 2**12, torch.device("cuda", 0))[rank]
+    first = PeerSum(memory, patience=100_000, traps=False, two_shots_above=0)
 
     def seconds(work: Callable[[], object]) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -193,16 +315,17 @@ def test_a_rank_that_does_not_come_is_given_up() -> None:
 
 
 @gpu
-def test_a_rank_that_does_not_come_costs_the_device() -> None:
+@pytest.mark.parametrize(("size", "rank"), [(2, 0), (3, 0), (3, 1)])
+def test_a_rank_that_does_not_come_costs_the_device(size: int, rank: int) -> None:
     """Rather than that a sum is wrong. In a process of its own, which has lost its device then."""
-    code = """
+    code = f"""
 import torch
 from tests.triton_ops.ranks.test_peer_sum import memory_of
 from triton_ops.ranks.peer_sum import PeerSum
-memory = memory_of(2, 2**12, torch.device("cuda", 0))
+memory = memory_of({size}, 2**12, torch.device("cuda", 0))
 torch.cuda.synchronize()
 print("begun", flush=True)
-PeerSum(memory[0], patience=1000)(torch.ones(100, device="cuda"))
+PeerSum(memory[{rank}], patience=1000, two_shots_above=0)(torch.ones(100, device="cuda"))
 torch.cuda.synchronize()
 print("ended")
 """
