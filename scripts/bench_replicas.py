@@ -77,12 +77,12 @@ def planned_twice(group: ReplicaGroup, prompts: Sequence[WorkloadPrompt]) -> int
     return int(shards(group.pieces(plan), len(group.lanes)).repeated_tokens.sum())
 
 
-def measure(subject: Subject, name: str, part: float, seed: int) -> Iterator[dict[str, Any]]:
+def measure(subject: Subject, name: str, part: float, seed: int) -> dict[str, Any]:
     """What a list takes from an empty cache."""
     timed(subject, prompts_of(name, seed + 1000, part / WARM_UP))
     if isinstance(subject, Runtime):
         subject.flush_cache()
-    yield record_of(subject, name, prompts_of(name, seed, part))
+    return record_of(subject, name, prompts_of(name, seed, part))
 
 
 def record_of(subject: Subject, name: str, prompts: Sequence[WorkloadPrompt]) -> dict[str, Any]:
@@ -132,12 +132,11 @@ def run(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 about = {"config": given.config, "tp": given.tp, "replicas": count}
                 about |= {"start": time.perf_counter() - began, "killed": False}
                 for name, part in zip(given.lists, given.part * len(given.lists), strict=False):
-                    for record in measure(subject, name, part, given.seed):
-                        yield about | record
+                    record = measure(subject, name, part, given.seed)
+                    yield about | record
                     if given.kill and count == max(given.replicas) and name == given.lists[0]:
                         assert isinstance(subject, ReplicaGroup)
-                        half = record["seconds"] / 2
-                        record = killed_in_the_middle(subject, name, part, given.seed, half)
+                        record = killed_in_the_middle(subject, name, part, given.seed, record["seconds"] / 2)
                         yield about | record | {"killed": True}
 
 
