@@ -40,7 +40,14 @@ class Granite4Config(Mamba2Config, MixtureConfig, GraniteConfig):
 
     experts_field: ClassVar[str] = "num_local_experts"
     inner_sizes: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {"intermediate_size": "shared_intermediate_size", "expert_size": "intermediate_size"}
+        {
+            "intermediate_size": "shared_intermediate_size",
+            "expert_size": "intermediate_size",
+            "num_mamba_heads": "mamba_n_heads",
+        }
+    )
+    shared_sizes: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {**Mamba2Config.shared_sizes, "num_mamba_groups": "mamba_n_groups"}
     )
 
     @classmethod
@@ -50,7 +57,8 @@ class Granite4Config(Mamba2Config, MixtureConfig, GraniteConfig):
         attention = read_attention(source, recurrent="linear_attention")
         if source.position_embedding_type != "rope":
             attention = tuple(replace(kind, rope=None) for kind in attention)
-        if source.hidden_act != "silu" and any(kind.is_recurrent for kind in attention):
+        has_mamba = any(kind.is_recurrent for kind in attention)
+        if source.hidden_act != "silu" and has_mamba:
             raise ModelError(
                 f"layers of Mamba-2 with hidden_act {source.hidden_act!r} are not supported; 'silu' is"
             )
@@ -59,11 +67,12 @@ class Granite4Config(Mamba2Config, MixtureConfig, GraniteConfig):
             **GraniteConfig.read_family(source),
             "attention": attention,
             "intermediate_size": source.shared_intermediate_size,
-            "num_mamba_heads": source.mamba_n_heads,
+            "num_mamba_heads": source.mamba_n_heads if has_mamba else 0,
             "mamba_head_dim": source.mamba_d_head,
-            "num_mamba_groups": source.mamba_n_groups,
+            "num_mamba_groups": source.mamba_n_groups if has_mamba else 0,
             "state_size": source.mamba_d_state,
             "conv_width": source.mamba_d_conv,
+            "norm_groups": 1,
             **read_dt_limits(source),
             "conv_bias": source.mamba_conv_bias,
             "mamba_bias": source.mamba_proj_bias,
@@ -112,7 +121,7 @@ class Granite4(Granite):
         config = self.config
         if not config.attention[layer_id].is_recurrent:
             return super().build_attention(layer_id)
-        return config.build_mamba2(layer_id, self.layers, norm_groups=1, placement=self.placement)
+        return config.build_mamba2(layer_id, self.layers, self.placement)
 
     def build_feed_forward(self, layer_id: int) -> FeedForward | SparseMoE:
         config, placement = self.config, self.placement

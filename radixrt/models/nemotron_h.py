@@ -38,11 +38,23 @@ class NemotronHConfig(Mamba2Config, SigmoidMixtureConfig):
     `num_experts` is 0.
     """
 
+    inner_sizes: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            **SigmoidMixtureConfig.inner_sizes,
+            "shared_size": "moe_shared_expert_intermediate_size",
+            "num_mamba_heads": "mamba_num_heads",
+        }
+    )
+    shared_sizes: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {**Mamba2Config.shared_sizes, "num_mamba_groups": "n_groups"}
+    )
+
     stored_layers: tuple[tuple[int, str], ...]
 
     @classmethod
     def read_family(cls, source: Any) -> dict[str, Any]:
-        if "moe" in source.layer_types and source.moe_latent_size is not None:
+        has_experts = "moe" in source.layer_types
+        if has_experts and source.moe_latent_size is not None:
             raise ModelError(
                 f"moe_latent_size is {source.moe_latent_size}; experts of another size than the model's are not "
                 "supported; Nemotron 3 Nano's are"
@@ -54,8 +66,8 @@ class NemotronHConfig(Mamba2Config, SigmoidMixtureConfig):
         kinds = {"linear_attention": RECURRENT, "full_attention": AttentionKind(rope=None)}
         attention = tuple(kinds[kind] for kind in source.layer_types if kind in kinds)
         return {
-            **(cls.read_experts(source) if "moe" in source.layer_types else _DENSE),
-            "shared_size": source.moe_shared_expert_intermediate_size,
+            **(cls.read_experts(source) if has_experts else _DENSE),
+            "shared_size": source.moe_shared_expert_intermediate_size if has_experts else 0,
             "num_layers": len(attention),
             "stored_layers": _stored_layers(source.layer_types),
             "attention": attention,
@@ -67,6 +79,7 @@ class NemotronHConfig(Mamba2Config, SigmoidMixtureConfig):
             "num_mamba_groups": source.n_groups,
             "state_size": source.ssm_state_size,
             "conv_width": source.conv_kernel,
+            "norm_groups": source.n_groups,
             **read_dt_limits(source),
             "conv_bias": source.use_conv_bias,
             "mamba_bias": source.use_bias,
@@ -121,9 +134,7 @@ class NemotronH(Decoder):
         config = self.config
         if not config.attention[layer_id].is_recurrent:
             return super().build_attention(layer_id)
-        return config.build_mamba2(
-            layer_id, self.layers, norm_groups=config.num_mamba_groups, placement=self.placement
-        )
+        return config.build_mamba2(layer_id, self.layers, self.placement)
 
     def build_block(self, layer_id: int) -> MixerBlock:
         norm, attention = self.build_norm(self.config.hidden_size), self.build_attention(layer_id)
