@@ -309,7 +309,9 @@ def test_a_gated_norm_of_groups_that_ranks_have_whole_or_in_parts(num_groups: in
     x, gate = random(5, 32, seed=1) * torch.arange(1, 33), random(5, 32, seed=2)
 
     def work(ranks: Ranks) -> Tensor:
-        norm = GatedRMSNorm(8, num_groups, 0.1, placement=replace(PLACEMENT, ranks=replace(ranks, ordered=ordered)))
+        norm = GatedRMSNorm(
+            8, num_groups, 0.1, placement=replace(PLACEMENT, ranks=replace(ranks, ordered=ordered))
+        )
         own = slice(8 * ranks.rank, 8 * ranks.rank + 8)
         norm.weight.copy_(alone.weight[own])
         return norm.gated(x[:, own], gate[:, own])

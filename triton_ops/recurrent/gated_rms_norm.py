@@ -96,9 +96,7 @@ def _check_weight(x: Tensor, weight: Tensor) -> None:
 # --- the kernels ---
 
 
-def _launch(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool, mean: Tensor | None
-) -> Tensor:
+def _launch(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool, mean: Tensor | None) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     num_tokens, num_heads, size = x.shape
     if out.numel() == 0:

@@ -229,7 +229,9 @@ def test_a_norm_of_heads_in_parts(dtype: torch.dtype) -> None:
     factors = weight.view(2, 64)
     found = [norm(x[..., h], gate[..., h], factors[:, h].reshape(-1)) for h in halves]
     expected = gated_rms_norm(x, gate, weight, 0.1, gate_first=True)
-    torch.testing.assert_close(torch.cat(found, 2), expected, rtol=1e-5 if dtype == torch.float32 else 8e-3, atol=1e-6)
+    torch.testing.assert_close(
+        torch.cat(found, 2), expected, rtol=1e-5 if dtype == torch.float32 else 8e-3, atol=1e-6
+    )
 
 
 def delta_bits(dtype: torch.dtype) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[Tensor, ...]]:
