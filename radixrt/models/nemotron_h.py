@@ -85,6 +85,13 @@ class NemotronHConfig(Mamba2Config, SigmoidMixtureConfig):
             "mamba_bias": source.use_bias,
         }
 
+    def check_stages(self, count: int) -> None:
+        if count > self.num_layers:
+            raise ModelError(
+                f"the model has {self.num_layers} layers, each with the feed-forward layer after it, fewer than "
+                f"pipeline_parallel_size {count}"
+            )
+
     @property
     def size_of_all(self) -> int:
         return self._as_if_gated(mlp=self.intermediate_size, moe=self.shared_size)
