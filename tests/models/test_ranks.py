@@ -339,6 +339,7 @@ def write_hybrid(form: str, make: Callable[..., Any], **changes: Any) -> Callabl
 
 EXPERTS, SHARED = {"moe_intermediate_size": 256}, {"shared_expert_intermediate_size": 256}
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 128, "shared_intermediate_size": 256}
+SMALL_STATES = {**MAMBA2, "mamba_d_state": 16}  # groups are no layer's inputs
 STEPS_OF_8 = {**MAMBA2, "mamba_n_heads": 16, "mamba_d_head": 32}
 PACKED = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 512}
 QUANTISED: dict[str, Callable[[Path], Any]] = {
@@ -356,7 +357,7 @@ QUANTISED: dict[str, Callable[[Path], Any]] = {
     "awq, experts": write_int4(Words.AWQ, checkpoints.qwen3_moe, **EXPERTS),
     "pack-quantized, experts": write_int4(Words.COMPRESSED, checkpoints.qwen3_moe, **EXPERTS),
     "compressed channels, Mamba-2": write_e4m3("compressed channels", checkpoints.granite4_hybrid, **MAMBA2),
-    "pack-quantized, Mamba-2": write_int4(Words.COMPRESSED, checkpoints.granite4_hybrid, **MAMBA2),
+    "pack-quantized, Mamba-2": write_int4(Words.COMPRESSED, checkpoints.granite4_hybrid, **SMALL_STATES),
     "gptq, Mamba-2": write_int4(Words.GPTQ, checkpoints.granite4_hybrid, **STEPS_OF_8),
     "fp8 blocks, delta nets": write_hybrid("fp8 blocks", checkpoints.qwen3_next, **EXPERTS, **SHARED),
     "compressed channels, delta nets": write_hybrid("compressed channels", checkpoints.qwen3_5),
