@@ -99,9 +99,9 @@ class ModelConfig:
     `eos_token_ids`, sorted, end an answer. `quantization` is the checkpoint's own.
 
     A family with fields of its own derives a class that adds them and overrides `read_family`. `inner_sizes` are
-    those that are divided among ranks besides heads of attention, with their names in config.json. Of `shared_sizes`
-    a rank has at least one, which several have where there are fewer than ranks. `output_sizes` are those of all
-    that are of no layer's inputs. `recurrent_type` is what `layer_types` call the family's layers
+    those that are divided among ranks besides heads of attention, with their names in config.json; of
+    `shared_sizes` a rank has at least one, which several have where there are fewer than ranks. `output_sizes` are
+    those of all that are of no layer's inputs. `recurrent_type` is what `layer_types` call the family's layers
     that keep states; None: it has none.
     """
 
@@ -283,7 +283,7 @@ class ModelConfig:
             self._check_unit(name, own, every, is_output=each in self.output_sizes)
 
     def _check_unit(self, name: str, own: int, every: int, *, is_output: bool) -> None:
-        """Raise ModelError where `own` of `every` features are no whole units of outputs, or of outputs and inputs."""
+        """Raise ModelError where `own` of `every` features are no whole units of outputs, or of inputs, too."""
         if self.quantization is None:
             return
         outputs, inputs = self.quantization.units

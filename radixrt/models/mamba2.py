@@ -25,9 +25,7 @@ def read_dt_limits(source: Any) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Mamba2Config(ModelConfig):
-    """`num_mamba_heads` to `conv_width` are those of `Mamba2Sizes`, the rest arguments of `Mamba2`: `norm_groups` are
-    those of all ranks.
-    """
+    """`num_mamba_heads` to `conv_width` are those of `Mamba2Sizes`, the rest arguments of `Mamba2`."""
 
     recurrent_type: ClassVar[str | None] = "linear_attention"
     output_sizes: ClassVar[frozenset[str]] = ModelConfig.output_sizes | {"num_mamba_groups"}

@@ -232,7 +232,7 @@ def test_what_a_rank_holds_of_a_delta_net(tmp_path: Path) -> None:
 def test_what_a_rank_holds_of_mamba2(tmp_path: Path) -> None:
     """A quarter of gates, heads and steps; of two groups one, as its neighbour does."""
     folder = checkpoints.write(checkpoints.granite4_hybrid_moe(mamba_proj_bias=True), tmp_path)
-    whole, config = load_model(folder)
+    whole, _ = load_model(folder)
     everything, mixer, mixture = whole.state_dict(), "blocks.0.attention.", "blocks.0.feed_forward."
     for rank in range(4):
         part, _ = load_model(folder, ranks=Ranks(rank, 4))

@@ -90,8 +90,8 @@ def conv_parts(config: Any) -> list[int]:
 
 
 def whole_states(parts: list[Any], ranks: int, whole: Any) -> tuple[Tensor, Tensor]:
-    """The convolution's inputs and the matrices of all layers and heads, from all ranks, stage by stage; `whole` is
-    the config of one rank.
+    """The convolution's inputs and the matrices of all layers and heads, from all ranks, stage by stage. `whole`
+    is the config of one rank.
     """
     found: list[tuple[Tensor, Tensor]] = []
     for begin in reversed(range(0, len(parts), ranks)):  # ranks are counted from the last stage on

@@ -43,7 +43,8 @@ def gated_rms_norm(
     _check_weight(x, weight)
     if mean is not None and not (gate_first and mean.shape == x.shape[:2] and mean.dtype == torch.float32):
         raise ValueError(
-            f"mean must be {[*x.shape[:2]]} in torch.float32, with gate_first, but is {[*mean.shape]} in {mean.dtype}"
+            f"mean must be {[*x.shape[:2]]} in torch.float32, with gate_first, but is {[*mean.shape]} in "
+            f"{mean.dtype}"
         )
     if runs_triton(impl, x.device):
         return _launch(x, gate, weight, eps, gate_first, mean)
@@ -56,8 +57,8 @@ def gated_rms_norm(
 
 
 def gated_squares(x: Tensor, gate: Tensor, size: int, *, impl: Impl = "auto") -> Tensor:
-    """The squares of `x * silu(gate)` of each head, added and divided by `size`: float32 `[T, H]`. Where x has a part
-    of heads of so many elements, it is what that adds to the mean that `gated_rms_norm` takes.
+    """The squares of `x * silu(gate)` of each head, added and divided by `size`: float32 `[T, H]`. Where x has a
+    part of heads of so many elements, it is what that adds to the mean that `gated_rms_norm` takes.
 
     `x` and `gate` are as there. Raises ValueError where shapes or dtypes disagree.
     """
