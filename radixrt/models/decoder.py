@@ -23,7 +23,7 @@ from layers.mamba2 import Mamba2
 from layers.moe import EXPERT_NAMES, SparseMoE
 from layers.norm import JointRMSNorm, RMSNorm
 from layers.place import Place
-from layers.placement import Placement
+from layers.placement import Layer, Placement
 from layers.radix_attention import KVCache, RadixAttention
 from layers.ranks import Addend, whole
 from layers.short_conv import ShortConv
@@ -158,7 +158,7 @@ Mixer = Attention | GatedDeltaNet | Mamba2 | ShortConv
 """What mixes the tokens of a sequence."""
 
 
-class FeedForward(nn.Module):
+class FeedForward(Layer):
     """`down(activation(gate(x)) * up(x))`: SwiGLU or GeGLU, as `config.activation` says.
 
     `names` are those of the gate, up and down projections in a checkpoint, which may store the first two as one,

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from layers.mamba2 import Mamba2
-from layers.moe import EXPERT_NAMES, SparseMoE
+from layers.moe import EXPERT_NAMES, SharedMoE, SparseMoE
 from layers.place import Place
 from layers.placement import Placement
 from layers.ranks import ALONE
@@ -83,24 +83,11 @@ class Granite4Config(Mamba2Config, MixtureConfig, GraniteConfig):
         return self.intermediate_size
 
 
-class Granite4MoE(SparseMoE):
-    """A mixture beside which every token goes through `shared`, whose ranks are not summed by itself."""
-
-    def __init__(self, *sizes: int, shared: FeedForward, **options: Any) -> None:
-        super().__init__(*sizes, **options)
-        self.shared = shared
-
-    def of_rank(self, x: Tensor, *, parts_ok: bool = False) -> Tensor:
-        """As `SparseMoE.of_rank`, never in parts."""
-        shared: Tensor = self.shared(x)
-        return super().of_rank(x).add_(shared)
-
-
 class Granite4Block(GraniteBlock):
     """Its parts have the names of their kinds."""
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
-        mixture = self.feed_forward if isinstance(self.feed_forward, Granite4MoE) else None
+        mixture = self.feed_forward if isinstance(self.feed_forward, SharedMoE) else None
         names = {**Block.checkpoint_names, "feed_forward": "block_sparse_moe" if mixture else "shared_mlp"}
         if isinstance(self.attention, Mamba2):
             names["attention"] = "mamba"
@@ -127,13 +114,14 @@ class Granite4(Granite):
         config, placement = self.config, self.placement
         if not config.num_experts:
             return self._shared(placement)
-        return Granite4MoE(
+        return SharedMoE(
             config.hidden_size,
             config.expert_size,
             config.num_experts,
             config.top_k,
             renormalize=True,
             shared=self._shared(replace(placement, ranks=ALONE)),
+            shared_name=None,
             placement=placement,
         )
 

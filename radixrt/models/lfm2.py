@@ -167,11 +167,7 @@ class Lfm2MoeConfig(Lfm2Config, MixtureConfig):
 
 
 class Lfm2Mixture(SparseMoE):
-    """A mixture with a router of sigmoids."""
-
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        weights, experts = self.router(x)
-        return weights, experts
+    """Its name of a correction."""
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
         for stored, place in super().checkpoint_tensors(name):

@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from layers.moe import SparseMoE
+from layers.moe import SharedMoE
 from layers.placement import Placement
 from layers.ranks import ALONE
 from layers.squared_relu import SquaredReLU
 from radixrt.errors import ModelError
 from radixrt.models.config import RECURRENT, AttentionKind, check_sizes
 from radixrt.models.decoder import Block, Decoder, Mixer, MixerBlock
-from radixrt.models.glm_moe import SharedMoE, SigmoidMixtureConfig
+from radixrt.models.glm_moe import SHARED, SigmoidMixtureConfig
 from radixrt.models.mamba2 import Mamba2Config, read_dt_limits
 from radixrt.models.mixtral import split_experts
 from triton_ops.activations.squared_relu import squared_relu
@@ -160,7 +160,7 @@ class NemotronH(Decoder):
         size = config.intermediate_size if size is None else size
         return SquaredReLU(config.hidden_size, size, bias=config.mlp_bias, placement=placement)
 
-    def _mixture(self) -> SparseMoE:
+    def _mixture(self) -> SharedMoE:
         config, placement = self.config, self.placement
         return SharedMoE(
             config.hidden_size,
@@ -172,6 +172,7 @@ class NemotronH(Decoder):
             names=_EXPERT_NAMES,
             router=config.build_router(placement),
             shared=self._feed_forward(replace(placement, ranks=ALONE), config.shared_size),
+            shared_name=SHARED,
             placement=placement,
         )
 

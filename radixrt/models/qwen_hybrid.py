@@ -14,7 +14,7 @@ from torch import Tensor
 from layers.gated_delta_net import DeltaSizes, GatedDeltaNet
 from layers.int4_formats import Words
 from layers.linear import Linear
-from layers.moe import EXPERT_NAMES, SparseMoE
+from layers.moe import EXPERT_NAMES, SharedMoE, SparseMoE
 from layers.norm import RMSNorm
 from layers.place import Place
 from layers.quantization import Quantization
@@ -231,23 +231,19 @@ class HybridMixtureConfig(HybridConfig, MixtureConfig):
         return self.shared_size
 
 
-class GatedSharedMoE(SparseMoE):
-    """A mixture beside which every token goes through a `shared` expert, as much of it as a gate says. Each rank
-    has the whole gate; the expert's parts are summed with those of the others.
-    """
+class GatedSharedMoE(SharedMoE):
+    """As much of the shared expert as a gate says, which each rank has whole."""
 
-    def __init__(self, *sizes: int, shared: FeedForward, shared_gate: Linear, **options: Any) -> None:
-        super().__init__(*sizes, **options)
-        self.shared, self.shared_gate = shared, shared_gate
+    def __init__(self, *sizes: int, shared_gate: Linear, **options: Any) -> None:
+        super().__init__(*sizes, shared_name="shared_expert", **options)
+        self.shared_gate = shared_gate
 
-    def of_rank(self, x: Tensor, *, parts_ok: bool = False) -> Tensor:
-        """As `SparseMoE.of_rank`, never in parts."""
-        shared: Tensor = self.shared(x) * self.shared_gate(x).sigmoid()
-        return super().of_rank(x).add_(shared)
+    def of_shared(self, x: Tensor) -> Tensor:
+        share: Tensor = self.shared_gate(x)
+        return super().of_shared(x) * share.sigmoid()
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
         yield from super().checkpoint_tensors(name)
-        yield from self.shared.checkpoint_tensors(f"{name}.shared_expert")
         yield from self.shared_gate.checkpoint_tensors(f"{name}.shared_expert_gate")
 
 
