@@ -17,7 +17,7 @@ from layers.placement import Placement
 from layers.ranks import ALONE
 from radixrt.errors import ModelError
 from radixrt.models.config import check_sizes, read_attention
-from radixrt.models.decoder import Block, FeedForward, Mixer
+from radixrt.models.decoder import Block, FeedForward
 from radixrt.models.granite import Granite, GraniteBlock, GraniteConfig
 from radixrt.models.mamba2 import Mamba2Config, read_dt_limits
 from radixrt.models.mixtral import MixtureConfig, split_experts
@@ -104,11 +104,8 @@ class Granite4(Granite):
     config_class: ClassVar[type[Granite4Config]] = Granite4Config
     granite_class = Granite4Block
 
-    def build_attention(self, layer_id: int) -> Mixer:
-        config = self.config
-        if not config.attention[layer_id].is_recurrent:
-            return super().build_attention(layer_id)
-        return config.build_mamba2(layer_id, self.layers, self.placement)
+    def build_recurrent(self, layer_id: int) -> Mamba2:
+        return self.config.build_mamba2(layer_id, self.layers, self.placement)
 
     def build_feed_forward(self, layer_id: int) -> FeedForward | SparseMoE:
         config, placement = self.config, self.placement

@@ -10,13 +10,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from layers.mamba2 import Mamba2
 from layers.moe import SharedMoE
 from layers.placement import Placement
 from layers.ranks import ALONE
 from layers.squared_relu import SquaredReLU
 from radixrt.errors import ModelError
 from radixrt.models.config import RECURRENT, AttentionKind, check_sizes
-from radixrt.models.decoder import Block, Decoder, Mixer, MixerBlock
+from radixrt.models.decoder import Block, Decoder, MixerBlock
 from radixrt.models.glm_moe import SHARED, SigmoidMixtureConfig
 from radixrt.models.mamba2 import Mamba2Config, read_dt_limits
 from radixrt.models.mixtral import split_experts
@@ -137,14 +138,11 @@ class NemotronH(Decoder):
     config: NemotronHConfig
     config_class: ClassVar[type[NemotronHConfig]] = NemotronHConfig
 
-    def build_attention(self, layer_id: int) -> Mixer:
-        config = self.config
-        if not config.attention[layer_id].is_recurrent:
-            return super().build_attention(layer_id)
-        return config.build_mamba2(layer_id, self.layers, self.placement)
+    def build_recurrent(self, layer_id: int) -> Mamba2:
+        return self.config.build_mamba2(layer_id, self.layers, self.placement)
 
     def build_block(self, layer_id: int) -> MixerBlock:
-        norm, attention = self.build_norm(self.config.hidden_size), self.build_attention(layer_id)
+        norm, attention = self.build_norm(self.config.hidden_size), self.build_mixer(layer_id)
         kinds = [kind for own, kind in self.config.stored_layers if own == layer_id]
         if len(kinds) == 1:
             return MixerBlock(attention_norm=norm, attention=attention)

@@ -22,7 +22,7 @@ from layers.ranks import ALONE
 from memory_pool.kv_layout import StateLayout
 from radixrt.errors import ModelError
 from radixrt.models.config import ModelConfig
-from radixrt.models.decoder import Attention, Block, Decoder, FeedForward, MixerBlock
+from radixrt.models.decoder import Attention, Block, Decoder, FeedForward
 from radixrt.models.mixtral import MixtureConfig, split_experts
 
 # Projections whose outputs are stored head by head, and what each is made of here.
@@ -124,6 +124,7 @@ class Qwen3_5(Decoder):
 
     config: HybridConfig
     config_class: ClassVar[type[HybridConfig]] = HybridConfig
+    recurrent_class = RecurrentBlock
 
     def build_norm(self, size: int) -> RMSNorm:
         return RMSNorm(size, self.config.rms_norm_eps, offset=1.0, placement=self.placement)
@@ -139,21 +140,14 @@ class Qwen3_5(Decoder):
             placement=self.placement,
         )
 
-    def build_block(self, layer_id: int) -> MixerBlock:
+    def build_recurrent(self, layer_id: int) -> GatedDeltaNet:
         config = self.config
-        if not config.attention[layer_id].is_recurrent:
-            return super().build_block(layer_id)
-        return RecurrentBlock(
-            attention_norm=self.build_norm(config.hidden_size),
-            attention=GatedDeltaNet(
-                config.place_of(layer_id, self.layers),
-                config.hidden_size,
-                config.delta_sizes,
-                config.rms_norm_eps,
-                placement=self.placement,
-            ),
-            feed_forward_norm=self.build_norm(config.hidden_size),
-            feed_forward=self.build_feed_forward(layer_id),
+        return GatedDeltaNet(
+            config.place_of(layer_id, self.layers),
+            config.hidden_size,
+            config.delta_sizes,
+            config.rms_norm_eps,
+            placement=self.placement,
         )
 
     def split_stored(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
