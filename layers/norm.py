@@ -104,6 +104,8 @@ class GatedRMSNorm(RMSNorm):
         """Of the squares of a group, float32 `[T, 1]`, of which this rank has a part, `[T, 1, size]`."""
         num_parts = self.ranks.size // self.num_groups
         part = gated_squares(x, gate, num_parts * x.shape[2], impl=self.impl)
+        if self.num_groups == 1:
+            return self.ranks.summed(part)
         group = self.ranks.rank // num_parts
         # All ranks sum the means of all groups at once.
         means = self.ranks.summed(pad(part, (group, self.num_groups - 1 - group)))
