@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from layers.input_metadata import InputMetadata
-from layers.linear import Linear, SummedLinear
-from layers.norm import RMSNorm
-from layers.place import Place
+from layers.linear import StackedLinear, SummedLinear
+from layers.norm import GatedRMSNorm
+from layers.place import Packed, Place
 from layers.placement import Layer, Placement
 from layers.radix_attention import KVCache
 from layers.ranks import Addend
 from triton_ops.activations.quantised_rows import QuantisedRows
 from triton_ops.recurrent.causal_conv import causal_conv
-from triton_ops.recurrent.gated_rms_norm import gated_rms_norm
 from triton_ops.recurrent.state_space import state_space
 
 
@@ -46,9 +45,13 @@ class Mamba2Sizes:
         return self.num_groups * self.state_size
 
     @property
+    def parts(self) -> list[int]:
+        """Elements of x, b and c of a token: the channels of the convolution."""
+        return [self.values, self.keys, self.keys]
+
+    @property
     def channels(self) -> int:
-        """Of the convolution: x, b and c."""
-        return self.values + 2 * self.keys
+        return sum(self.parts)
 
 
 class Mamba2(Layer):
@@ -57,8 +60,9 @@ class Mamba2(Layer):
 
     Args:
         layer_id: counts the layers that keep states.
+        sizes: of a rank's own heads, and of the groups that these are of.
         dt_limits: see `state_space`.
-        norm_groups: of the heads, each normed by itself.
+        norm_groups: of the heads of all ranks, each normed by itself.
         conv_bias, bias: whether the convolution and the projections have biases.
     """
 
@@ -77,16 +81,16 @@ class Mamba2(Layer):
     ) -> None:
         super().__init__()
         self.layer_id, self.sizes, self.impl = layer_id, sizes, placement.impl
-        self.dt_limits, self.norm_groups = dt_limits, norm_groups
-        self.parts = [sizes.values, sizes.channels, sizes.num_heads]
-        self.input = Linear(hidden_size, sum(self.parts), bias=bias, placement=placement)
+        self.dt_limits = dt_limits
+        parts = {"in_proj": [sizes.values, *sizes.parts, sizes.num_heads]}
+        self.input = StackedLinear(hidden_size, parts, packed_as=None, bias=bias, placement=placement)
         self.conv = placement.parameter(sizes.channels, sizes.conv_width)
         self.conv_bias = placement.parameter(sizes.channels) if conv_bias else None
         # In float32: decays over long contexts depend on every bit.
         self.a_log = placement.parameter(sizes.num_heads, dtype=torch.float32)
         self.d = placement.parameter(sizes.num_heads, dtype=torch.float32)
         self.dt_bias = placement.parameter(sizes.num_heads, dtype=torch.float32)
-        self.norm = RMSNorm(sizes.values, eps, placement=placement)
+        self.norm = GatedRMSNorm(sizes.values, norm_groups, eps, placement=placement)
         self.output = SummedLinear(sizes.values, hidden_size, bias=bias, placement=placement)
 
     @property
@@ -109,9 +113,9 @@ class Mamba2(Layer):
         assert rows is not None
         assert pool is not None
         states = pool.view(self.layer_id)
-        z, xbc, dt = torch.split(self.input(hidden), self.parts, dim=1)
+        z, xbc, dt = torch.split(self.input(hidden), [sizes.values, sizes.channels, sizes.num_heads], dim=1)
         mixed = causal_conv(xbc, self.conv, self.conv_bias, states.conv, rows, impl=self.impl)
-        x, b, c = torch.split(mixed, [sizes.values, sizes.keys, sizes.keys], dim=1)
+        x, b, c = torch.split(mixed, sizes.parts, dim=1)
         y = state_space(
             x.view(len(x), sizes.num_heads, sizes.head_dim),
             dt,
@@ -125,16 +129,15 @@ class Mamba2(Layer):
             dt_limits=self.dt_limits,
             impl=self.impl,
         )
-        y, z = (heads.view(len(heads), self.norm_groups, -1) for heads in (y, z))
-        normed = gated_rms_norm(y, z, self.norm.weight, self.norm.eps, gate_first=True, impl=self.impl)
-        out: Addend = self.output(normed.flatten(1), split_k_ok=split_k_ok)
+        out: Addend = self.output(self.norm.gated(y.flatten(1), z), split_k_ok=split_k_ok)
         return out
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
-        yield from self.input.checkpoint_tensors(f"{name}.in_proj")
-        yield f"{name}.conv1d.weight", self.conv.unsqueeze(1)
+        yield from self.input.checkpoint_tensors(name)
+        channels = tuple(self.sizes.parts)
+        yield f"{name}.conv1d.weight", Packed(self.conv.unsqueeze(1), channels)
         if self.conv_bias is not None:
-            yield f"{name}.conv1d.bias", self.conv_bias
+            yield f"{name}.conv1d.bias", Packed(self.conv_bias, channels)
         yield f"{name}.A_log", self.a_log
         yield f"{name}.D", self.d
         yield f"{name}.dt_bias", self.dt_bias

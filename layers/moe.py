@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from layers.place import Filled, LeftPlain, Place
 from layers.placement import Layer, Placement
 from layers.quantization import Quantization, Scales, held_places, plain_places
 from layers.ranks import Addend
+from layers.sigmoid_router import SigmoidRouter
 from triton_ops.activations.quantised_rows import BLOCK
 from triton_ops.activations.silu_and_mul import silu_and_mul
 from triton_ops.e4m3 import E4M3
@@ -97,8 +99,8 @@ class SparseMoE(Layer):
     held in e4m3, so are theirs, unless blocks of gate and up would not lie on those of their stack, or, by
     `hold_plain`, a checkpoint leaves some of them as they are. Each rank has all experts, of whose inner features
     `intermediate_size` are its own, as in `SummedLinear`. `names` are the names of an expert's gate, up and
-    down projections in a checkpoint; those of up and down for an `activation` without a gate. A `router` of its
-    own is for families that override `route`.
+    down projections in a checkpoint; those of up and down for an `activation` without a gate. A `router` of
+    sigmoids takes the place of a softmax over a linear layer.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class SparseMoE(Layer):
         activation: Activation = silu_and_mul,
         mxfp4: bool = False,
         names: Sequence[str] = EXPERT_NAMES,
-        router: Layer | None = None,
+        router: SigmoidRouter | None = None,
         placement: Placement,
     ) -> None:
         super().__init__()
@@ -170,7 +172,10 @@ class SparseMoE(Layer):
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights float32 and experts int64 `[num_tokens, top_k]`, as `moe` takes them."""
-        return topk_softmax(self.router(x), self.top_k, renormalize=self.renormalize, impl=self.impl)
+        routed: Tensor | tuple[Tensor, Tensor] = self.router(x)
+        if isinstance(routed, Tensor):
+            return topk_softmax(routed, self.top_k, renormalize=self.renormalize, impl=self.impl)
+        return routed
 
     def hold_plain(self) -> None:
         """Hold the experts in the model's dtype. They are not filled any more."""
@@ -218,6 +223,31 @@ class SparseMoE(Layer):
             yield "weight", (self.gate_up, self.down)
         if self.gate_up_bias is not None and self.down_bias is not None:
             yield "bias", (self.gate_up_bias, self.down_bias)
+
+
+class SharedMoE(SparseMoE):
+    """A mixture beside which every token goes through a `shared` expert, whose ranks are not summed by itself.
+    `shared_name` is its name within the mixture's in a checkpoint; None: it is stored elsewhere.
+    """
+
+    def __init__(self, *sizes: int, shared: Layer, shared_name: str | None, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.shared, self.shared_name = shared, shared_name
+
+    def of_rank(self, x: Tensor, *, parts_ok: bool = False) -> Tensor:
+        """As `SparseMoE.of_rank`, never in parts."""
+        shared = self.of_shared(x)
+        return super().of_rank(x).add_(shared)
+
+    def of_shared(self, x: Tensor) -> Tensor:
+        """What the shared expert adds, of this rank."""
+        added: Tensor = self.shared(x)
+        return added
+
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
+        yield from super().checkpoint_tensors(name)
+        if self.shared_name is not None:
+            yield from self.shared.checkpoint_tensors(f"{name}.{self.shared_name}")
 
 
 def fit_e4m3(intermediate_size: int, quantization: Quantization | None) -> bool:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 from layers.placement import Layer, Placement
 from layers.products import Product
 from layers.ranks import Addend, RankPart, whole
 from triton_ops.activations.quantised_rows import QuantisedRows
+from triton_ops.implementation import cdiv
 from triton_ops.norms.rms_norm import add_rms_norm, normed_by, quantised_rms_norm, rms_norm, rms_norm_add
+from triton_ops.recurrent.gated_rms_norm import gated_rms_norm, gated_squares
 
 
 class RMSNorm(Layer):
@@ -77,3 +80,33 @@ class JointRMSNorm(RMSNorm):
         if self.product is None:
             return squares.sum(-1, keepdim=True)
         return self.product(squares, squares.new_ones(1, x.shape[-1]))  # in one order at every number of rows
+
+
+class GatedRMSNorm(RMSNorm):
+    """RMSNorm of features times `silu` of their gates, in `num_groups` groups of equal sizes that are normed by
+    themselves. Ranks hold the groups together, and `size` is of this rank's part: some of the groups, or a part of
+    one, whose neighbours have the others.
+    """
+
+    def __init__(self, size: int, num_groups: int, eps: float, *, placement: Placement) -> None:
+        super().__init__(size, eps, placement=placement)
+        self.ranks, self.num_groups = placement.ranks, num_groups
+
+    def gated(self, x: Tensor, gate: Tensor) -> Tensor:
+        """`x * silu(gate)`, both `[T, size]`, normed."""
+        own_groups = cdiv(self.num_groups, self.ranks.size)
+        x, gate = (each.view(len(each), own_groups, -1) for each in (x, gate))
+        mean = None if self.num_groups % self.ranks.size == 0 else self._mean(x, gate)
+        args = x, gate, self.weight, self.eps
+        return gated_rms_norm(*args, gate_first=True, mean=mean, impl=self.impl).flatten(1)
+
+    def _mean(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Of the squares of a group, float32 `[T, 1]`, of which this rank has a part, `[T, 1, size]`."""
+        num_parts = self.ranks.size // self.num_groups
+        part = gated_squares(x, gate, num_parts * x.shape[2], impl=self.impl)
+        if self.num_groups == 1:
+            return self.ranks.summed(part)
+        group = self.ranks.rank // num_parts
+        # All ranks sum the means of all groups at once.
+        means = self.ranks.summed(pad(part, (group, self.num_groups - 1 - group)))
+        return means[:, group : group + 1]

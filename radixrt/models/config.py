@@ -25,6 +25,7 @@ from radixrt.models.families import text_models_of
 from radixrt.models.quantization import read_quantization
 from radixrt.models.rope import longest_context, read_rope
 from radixrt.sampling_params import SamplingParams
+from triton_ops.implementation import cdiv
 
 if TYPE_CHECKING:
     from typing import Self
@@ -98,13 +99,15 @@ class ModelConfig:
     `eos_token_ids`, sorted, end an answer. `quantization` is the checkpoint's own.
 
     A family with fields of its own derives a class that adds them and overrides `read_family`. `inner_sizes` are
-    those that are divided among ranks besides heads of attention, with their names in config.json; `output_sizes`
-    are those of all that are of no layer's inputs. `recurrent_type` is what `layer_types` call the family's layers
+    those that are divided among ranks besides heads of attention, with their names in config.json; of
+    `shared_sizes` a rank has at least one, which several have where there are fewer than ranks. `output_sizes` are
+    those of all that are of no layer's inputs. `recurrent_type` is what `layer_types` call the family's layers
     that keep states; None: it has none.
     """
 
     recurrent_type: ClassVar[str | None] = None
     inner_sizes: ClassVar[Mapping[str, str]] = MappingProxyType({"intermediate_size": "intermediate_size"})
+    shared_sizes: ClassVar[Mapping[str, str]] = MappingProxyType({"num_kv_heads": "num_key_value_heads"})
     output_sizes: ClassVar[frozenset[str]] = frozenset({"num_kv_heads"})
 
     architecture: str
@@ -248,8 +251,8 @@ class ModelConfig:
 
     def for_ranks(self, size: int) -> Self:
         """The shape of one rank's part of the model, of `size` that hold it together: its heads, and its share of
-        the inner sizes. Where there are fewer KV heads than ranks, several hold the same one. Of a mixture each
-        rank has all experts, and its share of each.
+        the inner and shared sizes. Where there are fewer KV heads than ranks, several hold the same one. Of a
+        mixture each rank has all experts, and its share of each.
 
         Raises ModelError for what does not divide, or not between a checkpoint's quantised blocks.
         """
@@ -258,9 +261,12 @@ class ModelConfig:
         for own, name in divided.items():
             if parts[own] * size != getattr(self, own):
                 raise _indivisible(name, getattr(self, own), "not a multiple", size)
-        if self.num_kv_heads % size and size % self.num_kv_heads:
-            raise _indivisible("num_key_value_heads", self.num_kv_heads, "neither a multiple nor a divisor", size)
-        part = replace(self, num_kv_heads=max(1, self.num_kv_heads // size), **parts)
+        for own, name in self.shared_sizes.items():
+            count = getattr(self, own)
+            if count % size and size % count:
+                raise _indivisible(name, count, "neither a multiple nor a divisor", size)
+            parts[own] = cdiv(count, size)
+        part = replace(self, **parts)
         part._check_units(self)
         return part
 
@@ -271,18 +277,22 @@ class ModelConfig:
 
     def _check_units(self, whole: ModelConfig) -> None:
         """Raise ModelError where this part of the `whole` model would begin within a unit of its weights."""
+        widths, heads = self.widths, {"num_heads": "num_attention_heads"}
+        for each, name in {**heads, **self.shared_sizes, **self.inner_sizes}.items():
+            own, every = (widths.get(each, 1) * getattr(config, each) for config in (self, whole))
+            self._check_unit(name, own, every, is_output=each in self.output_sizes)
+
+    def _check_unit(self, name: str, own: int, every: int, *, is_output: bool) -> None:
+        """Raise ModelError where `own` of `every` features are no whole units of outputs, or of inputs, too."""
         if self.quantization is None:
             return
-        (outputs, inputs), widths = self.quantization.units, self.widths
-        heads = {"num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads"}
-        for each, name in {**heads, **self.inner_sizes}.items():
-            own, every = (widths.get(each, 1) * getattr(config, each) for config in (self, whole))
-            unit = outputs if each in self.output_sizes else math.lcm(outputs, inputs)
-            if own != every and own % unit:
-                raise ModelError(
-                    f"{name} gives a rank {own} of {every} features, but weights in {self.quantization.numbers} "
-                    f"are stored in units of {unit}, which cannot be cut; tensor_parallel_size must be smaller"
-                )
+        outputs, inputs = self.quantization.units
+        unit = outputs if is_output else math.lcm(outputs, inputs)
+        if own != every and own % unit:
+            raise ModelError(
+                f"{name} gives a rank {own} of {every} features, but weights in {self.quantization.numbers} "
+                f"are stored in units of {unit}, which cannot be cut; tensor_parallel_size must be smaller"
+            )
 
 
 def _indivisible(name: str, value: int, what: str, size: int) -> ModelError:

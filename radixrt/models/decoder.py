@@ -23,7 +23,7 @@ from layers.mamba2 import Mamba2
 from layers.moe import EXPERT_NAMES, SparseMoE
 from layers.norm import JointRMSNorm, RMSNorm
 from layers.place import Place
-from layers.placement import Placement
+from layers.placement import Layer, Placement
 from layers.radix_attention import KVCache, RadixAttention
 from layers.ranks import Addend, whole
 from layers.short_conv import ShortConv
@@ -154,11 +154,14 @@ class Attention(nn.Module):
             yield f"{name}.sinks", self.sinks
 
 
-Mixer = Attention | GatedDeltaNet | Mamba2 | ShortConv
+Recurrent = GatedDeltaNet | Mamba2 | ShortConv
+"""What layers that keep states have in the place of attention."""
+
+Mixer = Attention | Recurrent
 """What mixes the tokens of a sequence."""
 
 
-class FeedForward(nn.Module):
+class FeedForward(Layer):
     """`down(activation(gate(x)) * up(x))`: SwiGLU or GeGLU, as `config.activation` says.
 
     `names` are those of the gate, up and down projections in a checkpoint, which may store the first two as one,
@@ -299,13 +302,15 @@ class Decoder(nn.Module):
     """The whole model. Its weights are uninitialised: the loader fills the tensors of `checkpoint_tensors`.
 
     A family overrides `build_...` methods, each called once, or once a layer. `config_class` reads the family's
-    config, `block_class` runs a layer. Where ranks hold the model together, `config` and weights are of this
-    rank's part (see `ModelConfig.for_ranks`); hidden states and logits are whole on each rank. A stage has blocks
-    for `layers`, counted in the whole model, the first one the embedding, the last one norm and head.
+    config, `block_class` runs a layer, `recurrent_class` one that keeps states. Where ranks hold the model
+    together, `config` and weights are of this rank's part (see `ModelConfig.for_ranks`); hidden states and logits
+    are whole on each rank. A stage has blocks for `layers`, counted in the whole model, the first one the
+    embedding, the last one norm and head.
     """
 
     config_class: ClassVar[type[ModelConfig]] = ModelConfig
     block_class: ClassVar[type[Block]] = Block
+    recurrent_class: ClassVar[type[Block]] = Block
 
     def __init__(self, config: ModelConfig, placement: Placement) -> None:
         super().__init__()
@@ -331,16 +336,26 @@ class Decoder(nn.Module):
     def build_norm(self, size: int) -> RMSNorm:
         return RMSNorm(size, self.config.rms_norm_eps, placement=self.placement)
 
-    def build_attention(self, layer_id: int) -> Mixer:
+    def build_mixer(self, layer_id: int) -> Mixer:
+        is_recurrent = self.config.attention[layer_id].is_recurrent
+        return self.build_recurrent(layer_id) if is_recurrent else self.build_attention(layer_id)
+
+    def build_attention(self, layer_id: int) -> Attention:
         return Attention(self.config, layer_id, self.rotary(layer_id), placement=self.placement)
+
+    def build_recurrent(self, layer_id: int) -> Recurrent:
+        """What is in the place of attention. A family that has such layers overrides this."""
+        raise NotImplementedError
 
     def build_feed_forward(self, layer_id: int) -> FeedForward | SparseMoE:
         return FeedForward(self.config, placement=self.placement)
 
     def build_block(self, layer_id: int) -> MixerBlock:
-        return self.block_class(
+        is_recurrent = self.config.attention[layer_id].is_recurrent
+        block_class = self.recurrent_class if is_recurrent else self.block_class
+        return block_class(
             attention_norm=self.build_norm(self.config.hidden_size),
-            attention=self.build_attention(layer_id),
+            attention=self.build_mixer(layer_id),
             feed_forward_norm=self.build_norm(self.config.hidden_size),
             feed_forward=self.build_feed_forward(layer_id),
         )

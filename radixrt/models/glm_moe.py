@@ -10,16 +10,15 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from layers.moe import EXPERT_NAMES, SparseMoE
-from layers.place import Place
+from layers.moe import EXPERT_NAMES, SharedMoE, SparseMoE
 from layers.placement import Placement
 from layers.ranks import ALONE
 from layers.sigmoid_router import SigmoidRouter
-from layers.squared_relu import SquaredReLU
 from radixrt.errors import ModelError
 from radixrt.models.decoder import Attention, Decoder, FeedForward
 from radixrt.models.mixtral import MixtureConfig, split_experts
 
+SHARED = "shared_experts"  # the name of the shared expert
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -100,27 +99,6 @@ class Glm4MoeConfig(SigmoidMixtureConfig):
         return self.shared_size
 
 
-class SharedMoE(SparseMoE):
-    """A mixture beside which every token goes through a `shared` expert, whose ranks are not summed by itself."""
-
-    def __init__(self, *sizes: int, shared: FeedForward | SquaredReLU, **options: Any) -> None:
-        super().__init__(*sizes, **options)
-        self.shared = shared
-
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        weights, experts = self.router(x)
-        return weights, experts
-
-    def of_rank(self, x: Tensor, *, parts_ok: bool = False) -> Tensor:
-        """As `SparseMoE.of_rank`, never in parts."""
-        shared: Tensor = self.shared(x)
-        return super().of_rank(x).add_(shared)
-
-    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
-        yield from super().checkpoint_tensors(name)
-        yield from self.shared.checkpoint_tensors(f"{name}.shared_experts")
-
-
 class Glm4Moe(Decoder):
     """Dense layers, then mixtures; by config, a norm on each query and key head, and biases on q, k and v."""
 
@@ -153,6 +131,7 @@ class Glm4Moe(Decoder):
             shared=FeedForward(
                 replace(config, intermediate_size=config.shared_size), placement=replace(placement, ranks=ALONE)
             ),
+            shared_name=SHARED,
             placement=placement,
         )
 

@@ -13,7 +13,7 @@ from layers.radix_attention import KVCache
 from layers.ranks import Addend, whole
 from layers.vocabulary import Embedding, LogitsHead
 from radixrt.models.config import ModelConfig
-from radixrt.models.decoder import Attention, Block, Decoder, Mixer
+from radixrt.models.decoder import Attention, Block, Decoder
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Granite(Decoder):
             config.vocab_size, config.hidden_size, scale=config.embedding_scale, placement=self.placement
         )
 
-    def build_attention(self, layer_id: int) -> Mixer:
+    def build_attention(self, layer_id: int) -> Attention:
         scale = self.config.attention_scale
         return Attention(self.config, layer_id, self.rotary(layer_id), scale=scale, placement=self.placement)
 
@@ -91,7 +91,7 @@ class Granite(Decoder):
         return self.granite_class(
             factor=self.config.residual_factor,
             attention_norm=self.build_norm(size),
-            attention=self.build_attention(layer_id),
+            attention=self.build_mixer(layer_id),
             feed_forward_norm=self.build_norm(size),
             feed_forward=self.build_feed_forward(layer_id),
         )

@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from layers.mamba2 import Mamba2
-from layers.moe import EXPERT_NAMES, SparseMoE
+from layers.moe import EXPERT_NAMES, SharedMoE, SparseMoE
 from layers.place import Place
 from layers.placement import Placement
 from layers.ranks import ALONE
 from radixrt.errors import ModelError
 from radixrt.models.config import check_sizes, read_attention
-from radixrt.models.decoder import Block, FeedForward, Mixer
+from radixrt.models.decoder import Block, FeedForward
 from radixrt.models.granite import Granite, GraniteBlock, GraniteConfig
 from radixrt.models.mamba2 import Mamba2Config, read_dt_limits
 from radixrt.models.mixtral import MixtureConfig, split_experts
@@ -40,7 +40,14 @@ class Granite4Config(Mamba2Config, MixtureConfig, GraniteConfig):
 
     experts_field: ClassVar[str] = "num_local_experts"
     inner_sizes: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {"intermediate_size": "shared_intermediate_size", "expert_size": "intermediate_size"}
+        {
+            "intermediate_size": "shared_intermediate_size",
+            "expert_size": "intermediate_size",
+            "num_mamba_heads": "mamba_n_heads",
+        }
+    )
+    shared_sizes: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {**Mamba2Config.shared_sizes, "num_mamba_groups": "mamba_n_groups"}
     )
 
     @classmethod
@@ -50,7 +57,8 @@ class Granite4Config(Mamba2Config, MixtureConfig, GraniteConfig):
         attention = read_attention(source, recurrent="linear_attention")
         if source.position_embedding_type != "rope":
             attention = tuple(replace(kind, rope=None) for kind in attention)
-        if source.hidden_act != "silu" and any(kind.is_recurrent for kind in attention):
+        has_mamba = any(kind.is_recurrent for kind in attention)
+        if source.hidden_act != "silu" and has_mamba:
             raise ModelError(
                 f"layers of Mamba-2 with hidden_act {source.hidden_act!r} are not supported; 'silu' is"
             )
@@ -59,11 +67,12 @@ class Granite4Config(Mamba2Config, MixtureConfig, GraniteConfig):
             **GraniteConfig.read_family(source),
             "attention": attention,
             "intermediate_size": source.shared_intermediate_size,
-            "num_mamba_heads": source.mamba_n_heads,
+            "num_mamba_heads": source.mamba_n_heads if has_mamba else 0,
             "mamba_head_dim": source.mamba_d_head,
-            "num_mamba_groups": source.mamba_n_groups,
+            "num_mamba_groups": source.mamba_n_groups if has_mamba else 0,
             "state_size": source.mamba_d_state,
             "conv_width": source.mamba_d_conv,
+            "norm_groups": 1,
             **read_dt_limits(source),
             "conv_bias": source.mamba_conv_bias,
             "mamba_bias": source.mamba_proj_bias,
@@ -74,24 +83,11 @@ class Granite4Config(Mamba2Config, MixtureConfig, GraniteConfig):
         return self.intermediate_size
 
 
-class Granite4MoE(SparseMoE):
-    """A mixture beside which every token goes through `shared`, whose ranks are not summed by itself."""
-
-    def __init__(self, *sizes: int, shared: FeedForward, **options: Any) -> None:
-        super().__init__(*sizes, **options)
-        self.shared = shared
-
-    def of_rank(self, x: Tensor, *, parts_ok: bool = False) -> Tensor:
-        """As `SparseMoE.of_rank`, never in parts."""
-        shared: Tensor = self.shared(x)
-        return super().of_rank(x).add_(shared)
-
-
 class Granite4Block(GraniteBlock):
     """Its parts have the names of their kinds."""
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
-        mixture = self.feed_forward if isinstance(self.feed_forward, Granite4MoE) else None
+        mixture = self.feed_forward if isinstance(self.feed_forward, SharedMoE) else None
         names = {**Block.checkpoint_names, "feed_forward": "block_sparse_moe" if mixture else "shared_mlp"}
         if isinstance(self.attention, Mamba2):
             names["attention"] = "mamba"
@@ -108,23 +104,21 @@ class Granite4(Granite):
     config_class: ClassVar[type[Granite4Config]] = Granite4Config
     granite_class = Granite4Block
 
-    def build_attention(self, layer_id: int) -> Mixer:
-        config = self.config
-        if not config.attention[layer_id].is_recurrent:
-            return super().build_attention(layer_id)
-        return config.build_mamba2(layer_id, self.layers, norm_groups=1, placement=self.placement)
+    def build_recurrent(self, layer_id: int) -> Mamba2:
+        return self.config.build_mamba2(layer_id, self.layers, self.placement)
 
     def build_feed_forward(self, layer_id: int) -> FeedForward | SparseMoE:
         config, placement = self.config, self.placement
         if not config.num_experts:
             return self._shared(placement)
-        return Granite4MoE(
+        return SharedMoE(
             config.hidden_size,
             config.expert_size,
             config.num_experts,
             config.top_k,
             renormalize=True,
             shared=self._shared(replace(placement, ranks=ALONE)),
+            shared_name=None,
             placement=placement,
         )
 

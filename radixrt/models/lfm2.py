@@ -17,7 +17,7 @@ from layers.sigmoid_router import SigmoidRouter
 from memory_pool.kv_layout import StateLayout
 from radixrt.errors import ModelError
 from radixrt.models.config import ModelConfig, check_sizes
-from radixrt.models.decoder import Attention, Block, Decoder, FeedForward, MixerBlock
+from radixrt.models.decoder import Attention, Block, Decoder, FeedForward
 from radixrt.models.mixtral import NUMBERED_NAMES, MixtureConfig, split_experts
 from triton_ops.implementation import cdiv
 
@@ -105,6 +105,7 @@ class Lfm2(Decoder):
     config: Lfm2Config
     config_class: ClassVar[type[Lfm2Config]] = Lfm2Config
     block_class = Lfm2Block
+    recurrent_class = Lfm2ConvBlock
 
     def build_attention(self, layer_id: int) -> Attention:
         return Lfm2Attention(
@@ -116,26 +117,19 @@ class Lfm2(Decoder):
             placement=self.placement,
         )
 
+    def build_recurrent(self, layer_id: int) -> ShortConv:
+        config = self.config
+        return ShortConv(
+            config.place_of(layer_id, self.layers),
+            config.hidden_size,
+            config.conv_channels,
+            config.conv_width,
+            bias=config.conv_bias,
+            placement=self.placement,
+        )
+
     def build_feed_forward(self, layer_id: int) -> FeedForward | SparseMoE:
         return FeedForward(self.config, names=NUMBERED_NAMES, placement=self.placement)
-
-    def build_block(self, layer_id: int) -> MixerBlock:
-        config = self.config
-        if not config.attention[layer_id].is_recurrent:
-            return super().build_block(layer_id)
-        return Lfm2ConvBlock(
-            attention_norm=self.build_norm(config.hidden_size),
-            attention=ShortConv(
-                config.place_of(layer_id, self.layers),
-                config.hidden_size,
-                config.conv_channels,
-                config.conv_width,
-                bias=config.conv_bias,
-                placement=self.placement,
-            ),
-            feed_forward_norm=self.build_norm(config.hidden_size),
-            feed_forward=self.build_feed_forward(layer_id),
-        )
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Place]]:
         for name, place in super().checkpoint_tensors():
@@ -167,11 +161,7 @@ class Lfm2MoeConfig(Lfm2Config, MixtureConfig):
 
 
 class Lfm2Mixture(SparseMoE):
-    """A mixture with a router of sigmoids."""
-
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        weights, experts = self.router(x)
-        return weights, experts
+    """Its name of a correction."""
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
         for stored, place in super().checkpoint_tensors(name):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -15,9 +15,6 @@ from layers.placement import Placement
 from memory_pool.kv_layout import StateLayout
 from radixrt.errors import ModelError
 from radixrt.models.config import ModelConfig
-
-if TYPE_CHECKING:
-    from typing import Self
 
 
 def read_dt_limits(source: Any) -> dict[str, float]:
@@ -31,12 +28,14 @@ class Mamba2Config(ModelConfig):
     """`num_mamba_heads` to `conv_width` are those of `Mamba2Sizes`, the rest arguments of `Mamba2`."""
 
     recurrent_type: ClassVar[str | None] = "linear_attention"
+    output_sizes: ClassVar[frozenset[str]] = ModelConfig.output_sizes | {"num_mamba_groups"}
 
     num_mamba_heads: int
     mamba_head_dim: int
     num_mamba_groups: int
     state_size: int
     conv_width: int
+    norm_groups: int
     dt_min: float
     dt_max: float
     conv_bias: bool
@@ -54,19 +53,20 @@ class Mamba2Config(ModelConfig):
                 f"{self.num_mamba_heads} heads of Mamba-2 are not a multiple of its {self.num_mamba_groups} groups"
             )
 
-    def for_ranks(self, size: int) -> Self:
-        if size > 1 and self.keeps_states:
-            raise ModelError(
-                f"tensor_parallel_size is {size}, but {self.told_states}, which one rank alone computes"
-            )
-        return super().for_ranks(size)
+    @property
+    def widths(self) -> dict[str, int]:
+        return {
+            **super().widths,
+            "num_mamba_heads": self.mamba_head_dim,
+            "num_mamba_groups": self.state_size,
+        }
 
-    def check_stages(self, count: int) -> None:
-        if count > 1 and self.keeps_states:
-            raise ModelError(
-                f"pipeline_parallel_size is {count}, but {self.told_states}, which one stage alone computes"
-            )
-        super().check_stages(count)
+    def _check_units(self, whole: ModelConfig) -> None:
+        super()._check_units(whole)
+        assert isinstance(whole, Mamba2Config)
+        # Of the step of each head.
+        name = self.inner_sizes["num_mamba_heads"]
+        self._check_unit(name, self.num_mamba_heads, whole.num_mamba_heads, is_output=True)
 
     @property
     def recurrent_weights(self) -> int:
@@ -78,7 +78,7 @@ class Mamba2Config(ModelConfig):
         matrices = sizes.num_heads, sizes.state_size, sizes.head_dim
         return StateLayout(num_layers, sizes.channels, sizes.conv_width, *matrices, dtype)
 
-    def build_mamba2(self, layer_id: int, layers: range, *, norm_groups: int, placement: Placement) -> Mamba2:
+    def build_mamba2(self, layer_id: int, layers: range, placement: Placement) -> Mamba2:
         """The layer of that number in the model, of which there are `layers` here."""
         return Mamba2(
             self.place_of(layer_id, layers),
@@ -86,7 +86,7 @@ class Mamba2Config(ModelConfig):
             self.mamba_sizes,
             self.rms_norm_eps,
             dt_limits=(self.dt_min, self.dt_max),
-            norm_groups=norm_groups,
+            norm_groups=self.norm_groups,
             conv_bias=self.conv_bias,
             bias=self.mamba_bias,
             placement=placement,

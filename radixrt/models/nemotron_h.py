@@ -10,14 +10,15 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from layers.moe import SparseMoE
+from layers.mamba2 import Mamba2
+from layers.moe import SharedMoE
 from layers.placement import Placement
 from layers.ranks import ALONE
 from layers.squared_relu import SquaredReLU
 from radixrt.errors import ModelError
 from radixrt.models.config import RECURRENT, AttentionKind, check_sizes
-from radixrt.models.decoder import Block, Decoder, Mixer, MixerBlock
-from radixrt.models.glm_moe import SharedMoE, SigmoidMixtureConfig
+from radixrt.models.decoder import Block, Decoder, MixerBlock
+from radixrt.models.glm_moe import SHARED, SigmoidMixtureConfig
 from radixrt.models.mamba2 import Mamba2Config, read_dt_limits
 from radixrt.models.mixtral import split_experts
 from triton_ops.activations.squared_relu import squared_relu
@@ -38,11 +39,23 @@ class NemotronHConfig(Mamba2Config, SigmoidMixtureConfig):
     `num_experts` is 0.
     """
 
+    inner_sizes: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            **SigmoidMixtureConfig.inner_sizes,
+            "shared_size": "moe_shared_expert_intermediate_size",
+            "num_mamba_heads": "mamba_num_heads",
+        }
+    )
+    shared_sizes: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {**Mamba2Config.shared_sizes, "num_mamba_groups": "n_groups"}
+    )
+
     stored_layers: tuple[tuple[int, str], ...]
 
     @classmethod
     def read_family(cls, source: Any) -> dict[str, Any]:
-        if "moe" in source.layer_types and source.moe_latent_size is not None:
+        has_experts = "moe" in source.layer_types
+        if has_experts and source.moe_latent_size is not None:
             raise ModelError(
                 f"moe_latent_size is {source.moe_latent_size}; experts of another size than the model's are not "
                 "supported; Nemotron 3 Nano's are"
@@ -54,8 +67,8 @@ class NemotronHConfig(Mamba2Config, SigmoidMixtureConfig):
         kinds = {"linear_attention": RECURRENT, "full_attention": AttentionKind(rope=None)}
         attention = tuple(kinds[kind] for kind in source.layer_types if kind in kinds)
         return {
-            **(cls.read_experts(source) if "moe" in source.layer_types else _DENSE),
-            "shared_size": source.moe_shared_expert_intermediate_size,
+            **(cls.read_experts(source) if has_experts else _DENSE),
+            "shared_size": source.moe_shared_expert_intermediate_size if has_experts else 0,
             "num_layers": len(attention),
             "stored_layers": _stored_layers(source.layer_types),
             "attention": attention,
@@ -67,10 +80,18 @@ class NemotronHConfig(Mamba2Config, SigmoidMixtureConfig):
             "num_mamba_groups": source.n_groups,
             "state_size": source.ssm_state_size,
             "conv_width": source.conv_kernel,
+            "norm_groups": source.n_groups,
             **read_dt_limits(source),
             "conv_bias": source.use_conv_bias,
             "mamba_bias": source.use_bias,
         }
+
+    def check_stages(self, count: int) -> None:
+        if count > self.num_layers:
+            raise ModelError(
+                f"the model has {self.num_layers} layers, each with the feed-forward layer after it, fewer than "
+                f"pipeline_parallel_size {count}"
+            )
 
     @property
     def size_of_all(self) -> int:
@@ -117,16 +138,11 @@ class NemotronH(Decoder):
     config: NemotronHConfig
     config_class: ClassVar[type[NemotronHConfig]] = NemotronHConfig
 
-    def build_attention(self, layer_id: int) -> Mixer:
-        config = self.config
-        if not config.attention[layer_id].is_recurrent:
-            return super().build_attention(layer_id)
-        return config.build_mamba2(
-            layer_id, self.layers, norm_groups=config.num_mamba_groups, placement=self.placement
-        )
+    def build_recurrent(self, layer_id: int) -> Mamba2:
+        return self.config.build_mamba2(layer_id, self.layers, self.placement)
 
     def build_block(self, layer_id: int) -> MixerBlock:
-        norm, attention = self.build_norm(self.config.hidden_size), self.build_attention(layer_id)
+        norm, attention = self.build_norm(self.config.hidden_size), self.build_mixer(layer_id)
         kinds = [kind for own, kind in self.config.stored_layers if own == layer_id]
         if len(kinds) == 1:
             return MixerBlock(attention_norm=norm, attention=attention)
@@ -142,7 +158,7 @@ class NemotronH(Decoder):
         size = config.intermediate_size if size is None else size
         return SquaredReLU(config.hidden_size, size, bias=config.mlp_bias, placement=placement)
 
-    def _mixture(self) -> SparseMoE:
+    def _mixture(self) -> SharedMoE:
         config, placement = self.config, self.placement
         return SharedMoE(
             config.hidden_size,
@@ -154,6 +170,7 @@ class NemotronH(Decoder):
             names=_EXPERT_NAMES,
             router=config.build_router(placement),
             shared=self._feed_forward(replace(placement, ranks=ALONE), config.shared_size),
+            shared_name=SHARED,
             placement=placement,
         )
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from layers.gated_delta_net import DeltaSizes, GatedDeltaNet
 from layers.int4_formats import Words
 from layers.linear import Linear
-from layers.moe import EXPERT_NAMES, SparseMoE
+from layers.moe import EXPERT_NAMES, SharedMoE, SparseMoE
 from layers.norm import RMSNorm
 from layers.place import Place
 from layers.quantization import Quantization
@@ -22,7 +22,7 @@ from layers.ranks import ALONE
 from memory_pool.kv_layout import StateLayout
 from radixrt.errors import ModelError
 from radixrt.models.config import ModelConfig
-from radixrt.models.decoder import Attention, Block, Decoder, FeedForward, MixerBlock
+from radixrt.models.decoder import Attention, Block, Decoder, FeedForward
 from radixrt.models.mixtral import MixtureConfig, split_experts
 
 # Projections whose outputs are stored head by head, and what each is made of here.
@@ -124,6 +124,7 @@ class Qwen3_5(Decoder):
 
     config: HybridConfig
     config_class: ClassVar[type[HybridConfig]] = HybridConfig
+    recurrent_class = RecurrentBlock
 
     def build_norm(self, size: int) -> RMSNorm:
         return RMSNorm(size, self.config.rms_norm_eps, offset=1.0, placement=self.placement)
@@ -139,21 +140,14 @@ class Qwen3_5(Decoder):
             placement=self.placement,
         )
 
-    def build_block(self, layer_id: int) -> MixerBlock:
+    def build_recurrent(self, layer_id: int) -> GatedDeltaNet:
         config = self.config
-        if not config.attention[layer_id].is_recurrent:
-            return super().build_block(layer_id)
-        return RecurrentBlock(
-            attention_norm=self.build_norm(config.hidden_size),
-            attention=GatedDeltaNet(
-                config.place_of(layer_id, self.layers),
-                config.hidden_size,
-                config.delta_sizes,
-                config.rms_norm_eps,
-                placement=self.placement,
-            ),
-            feed_forward_norm=self.build_norm(config.hidden_size),
-            feed_forward=self.build_feed_forward(layer_id),
+        return GatedDeltaNet(
+            config.place_of(layer_id, self.layers),
+            config.hidden_size,
+            config.delta_sizes,
+            config.rms_norm_eps,
+            placement=self.placement,
         )
 
     def split_stored(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -231,23 +225,19 @@ class HybridMixtureConfig(HybridConfig, MixtureConfig):
         return self.shared_size
 
 
-class GatedSharedMoE(SparseMoE):
-    """A mixture beside which every token goes through a `shared` expert, as much of it as a gate says. Each rank
-    has the whole gate; the expert's parts are summed with those of the others.
-    """
+class GatedSharedMoE(SharedMoE):
+    """As much of the shared expert as a gate says, which each rank has whole."""
 
-    def __init__(self, *sizes: int, shared: FeedForward, shared_gate: Linear, **options: Any) -> None:
-        super().__init__(*sizes, **options)
-        self.shared, self.shared_gate = shared, shared_gate
+    def __init__(self, *sizes: int, shared_gate: Linear, **options: Any) -> None:
+        super().__init__(*sizes, shared_name="shared_expert", **options)
+        self.shared_gate = shared_gate
 
-    def of_rank(self, x: Tensor, *, parts_ok: bool = False) -> Tensor:
-        """As `SparseMoE.of_rank`, never in parts."""
-        shared: Tensor = self.shared(x) * self.shared_gate(x).sigmoid()
-        return super().of_rank(x).add_(shared)
+    def of_shared(self, x: Tensor) -> Tensor:
+        share: Tensor = self.shared_gate(x)
+        return super().of_shared(x) * share.sigmoid()
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
         yield from super().checkpoint_tensors(name)
-        yield from self.shared.checkpoint_tensors(f"{name}.shared_expert")
         yield from self.shared_gate.checkpoint_tensors(f"{name}.shared_expert_gate")
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from layers.linear import Linear, StackedLinear, SummedLinear
 from layers.moe import SparseMoE
-from layers.norm import JointRMSNorm, RMSNorm
+from layers.norm import GatedRMSNorm, JointRMSNorm, RMSNorm
 from layers.placement import Placement
 from layers.products import Product, same_bits
 from layers.ranks import ALONE, Ranks
@@ -298,3 +298,26 @@ def test_a_deterministic_norm_sums_by_a_product(deterministic: bool, monkeypatch
         return norm(random(5, 8))
 
     assert all((found.abs().max() < 0.5) == deterministic for found in on_ranks(2, work))
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("num_groups", [1, 2, 4, 8])
+def test_a_gated_norm_of_groups_that_ranks_have_whole_or_in_parts(num_groups: int, ordered: bool) -> None:
+    """On four ranks. Groups are of other sizes of numbers; nothing is summed where each is on one rank."""
+    alone = GatedRMSNorm(32, num_groups, 0.1, placement=PLACEMENT)
+    alone.weight.copy_(random(32))
+    x, gate = random(5, 32, seed=1) * torch.arange(1, 33), random(5, 32, seed=2)
+
+    def work(ranks: Ranks) -> Tensor:
+        norm = GatedRMSNorm(
+            8, num_groups, 0.1, placement=replace(PLACEMENT, ranks=replace(ranks, ordered=ordered))
+        )
+        own = slice(8 * ranks.rank, 8 * ranks.rank + 8)
+        norm.weight.copy_(alone.weight[own])
+        return norm.gated(x[:, own], gate[:, own])
+
+    expected = alone.gated(x, gate)
+    torch.testing.assert_close(torch.cat(on_ranks(4, work), 1), expected)
+    squares = (x * torch.nn.functional.silu(gate)).unflatten(1, (num_groups, -1)).square().mean(-1, keepdim=True)
+    factors = torch.rsqrt(squares + 0.1).expand(-1, -1, 32 // num_groups).flatten(1)
+    torch.testing.assert_close(expected, x * torch.nn.functional.silu(gate) * factors * alone.weight)

@@ -22,7 +22,6 @@ from radixrt.execution.products import compare_all
 from radixrt.limits import PassLimits
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import load_model, reload_weights
-from radixrt.models.nemotron_h import NemotronHConfig
 from radixrt.models.rank_part import rank_part
 from radixrt.models.registry import ARCHITECTURES
 from tests.models import test_hybrid
@@ -91,6 +90,12 @@ ON_TWO = (
     "qwen3.5-moe",
     "lfm2 with biases, its size as it is",
     "lfm2-moe",
+    "granite4 hybrid",
+    "granite4 hybrid, with rope, biases and one group",
+    "granite4 hybrid, moe",
+    "nemotron-h",
+    "nemotron-h, moe",
+    "nemotron-h, with biases and one group",
     "qwen3.5, the text of a model with images",
     "qwen3.5-moe, the text of a model with images",
 )
@@ -124,6 +129,9 @@ ON_FOUR = (
     "qwen3-moe, renormalised",
     "qwen3-next",
     "qwen3.5",
+    "granite4 hybrid",
+    "granite4 hybrid, moe",
+    "nemotron-h, moe",
 )
 # Of models that have fewer where two ranks divide them.
 HEADS_OF_FOUR: dict[str, dict[str, int]] = {
@@ -148,8 +156,7 @@ def test_four_ranks(name: str, tmp_path: Path) -> None:
 
 def test_no_family_is_left_out() -> None:
     makers: list[Any] = [MODELS[name] for name in (*ON_TWO, *ON_FOUR)]
-    refused = {name for name, family in ARCHITECTURES.items() if issubclass(family.config_class, NemotronHConfig)}
-    assert {type(make()).__name__ for make in makers} >= {*ARCHITECTURES} - {"Ministral3ForCausalLM"} - refused
+    assert {type(make()).__name__ for make in makers} >= {*ARCHITECTURES} - {"Ministral3ForCausalLM"}
 
 
 def test_bfloat16(tmp_path: Path) -> None:
@@ -220,6 +227,41 @@ def test_what_a_rank_holds_of_a_delta_net(tmp_path: Path) -> None:
         assert torch.equal(own[down], everything[down].chunk(2, 1)[rank])
         assert torch.equal(own[gate], everything[gate])
         assert part.kv_layout(torch.float32).bytes_per_state * 2 == config.kv_layout(torch.float32).bytes_per_state
+
+
+def test_what_a_rank_holds_of_mamba2(tmp_path: Path) -> None:
+    """A quarter of gates, heads and steps; of two groups one, as its neighbour does."""
+    folder = checkpoints.write(checkpoints.granite4_hybrid_moe(mamba_proj_bias=True), tmp_path)
+    whole, _ = load_model(folder)
+    everything, mixer, mixture = whole.state_dict(), "blocks.0.attention.", "blocks.0.feed_forward."
+    for rank in range(4):
+        part, _ = load_model(folder, ranks=Ranks(rank, 4))
+        own, sizes = part.state_dict(), part.config.mamba_sizes
+        assert (sizes.num_heads, sizes.head_dim, sizes.num_groups, sizes.state_size) == (2, 8, 1, 16)
+        assert own.keys() == everything.keys()
+
+        def of_rank(name: str, parts: tuple[int, ...], rank: int = rank) -> Tensor:
+            pieces = everything[mixer + name].split(parts)
+            return torch.cat(
+                [each.chunk(2)[rank // 2] if len(each) == 32 else each.chunk(4)[rank] for each in pieces]
+            )
+
+        channels = (64, 32, 32)
+        expected = {
+            **{
+                f"input.{name}": of_rank(f"input.{name}", (64, *channels, 8)) for name in ("weight.values", "bias")
+            },
+            **{name: of_rank(name, channels) for name in ("conv", "conv_bias")},
+            **{name: of_rank(name, (8,)) for name in ("a_log", "d", "dt_bias")},
+            "norm.weight": of_rank("norm.weight", (64,)),
+            "output.weight.values": everything[mixer + "output.weight.values"].chunk(4, 1)[rank],
+            "output.bias": everything[mixer + "output.bias"],
+        }
+        assert {mixer + name for name in expected} == {name for name in own if name.startswith(mixer)}
+        for name, right in expected.items():
+            assert torch.equal(own[mixer + name], right), name
+        down = mixture + "shared.down.weight.values"
+        assert torch.equal(own[down], everything[down].chunk(4, 1)[rank])
 
 
 def test_a_view_of_the_file_is_taken_or_packed_parts_joined() -> None:
@@ -296,6 +338,9 @@ def write_hybrid(form: str, make: Callable[..., Any], **changes: Any) -> Callabl
 
 
 EXPERTS, SHARED = {"moe_intermediate_size": 256}, {"shared_expert_intermediate_size": 256}
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 128, "shared_intermediate_size": 256}
+SMALL_STATES = {**MAMBA2, "mamba_d_state": 16}  # groups are no layer's inputs
+STEPS_OF_8 = {**MAMBA2, "mamba_n_heads": 16, "mamba_d_head": 32}
 PACKED = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 512}
 QUANTISED: dict[str, Callable[[Path], Any]] = {
     **{form: write_e4m3(form, attention_bias=True) for form in quantised_checkpoints.FORMATS},
@@ -311,6 +356,9 @@ QUANTISED: dict[str, Callable[[Path], Any]] = {
     "pack-quantized, packed": write_int4(Words.COMPRESSED, checkpoints.phi3, **PACKED),
     "awq, experts": write_int4(Words.AWQ, checkpoints.qwen3_moe, **EXPERTS),
     "pack-quantized, experts": write_int4(Words.COMPRESSED, checkpoints.qwen3_moe, **EXPERTS),
+    "compressed channels, Mamba-2": write_e4m3("compressed channels", checkpoints.granite4_hybrid, **MAMBA2),
+    "pack-quantized, Mamba-2": write_int4(Words.COMPRESSED, checkpoints.granite4_hybrid, **SMALL_STATES),
+    "gptq, Mamba-2": write_int4(Words.GPTQ, checkpoints.granite4_hybrid, **STEPS_OF_8),
     "fp8 blocks, delta nets": write_hybrid("fp8 blocks", checkpoints.qwen3_next, **EXPERTS, **SHARED),
     "compressed channels, delta nets": write_hybrid("compressed channels", checkpoints.qwen3_5),
 }
@@ -396,6 +444,26 @@ def test_what_does_not_divide_is_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(ModelError, match=f"^{message}"):
             replace(hybrid, **changes).for_ranks(4)
+    for make, names in (
+        (checkpoints.granite4_hybrid_moe, ("mamba_n_heads", "mamba_n_groups", "intermediate_size")),
+        (checkpoints.nemotron_h_moe, ("mamba_num_heads", "n_groups", "shared_size")),
+    ):
+        _, mamba = load_model(checkpoints.write(make(), tmp_path / make.__name__))
+        heads, groups, shared = names
+        for changes, message in (
+            ({"num_mamba_heads": 6}, f"{heads} 6 is not a multiple of tensor_parallel_size 4"),
+            (
+                {"num_mamba_heads": 12, "num_mamba_groups": 6},
+                f"{groups} 6 is neither a multiple nor a divisor of ",
+            ),
+            (
+                {"num_mamba_heads": 12, "num_mamba_groups": 3},
+                f"{groups} 3 is neither a multiple nor a divisor of ",
+            ),
+            ({shared: 42}, f"{mamba.inner_sizes[shared]} 42 is not a multiple of "),
+        ):
+            with pytest.raises(ModelError, match=f"^{message}"):
+                replace(mamba, **changes).for_ranks(4)
     assert config.for_ranks(1) == config
 
 
@@ -433,6 +501,26 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "blocks of heads of a delta net's values": (
         write_hybrid("fp8 blocks", checkpoints.qwen3_5, linear_value_head_dim=96),
         f"linear_num_value_heads gives a rank 192 of 384 features, but {E4M3} 128,",
+    ),
+    "blocks of groups of Mamba-2": (
+        write_e4m3("fp8 blocks", checkpoints.granite4_hybrid, **{**MAMBA2, "mamba_d_state": 64}),
+        f"mamba_n_groups gives a rank 64 of 128 features, but {E4M3} 128,",
+    ),
+    "blocks of heads of Mamba-2": (
+        write_e4m3(
+            "fp8 blocks",
+            checkpoints.granite4_hybrid,
+            **{**MAMBA2, "mamba_d_head": 48, "mamba_expand": 1, "hidden_size": 384},
+        ),
+        f"mamba_n_heads gives a rank 192 of 384 features, but {E4M3} 128,",
+    ),
+    "blocks of steps of Mamba-2": (
+        write_e4m3("fp8 blocks", checkpoints.granite4_hybrid, **MAMBA2),
+        f"mamba_n_heads gives a rank 4 of 8 features, but {E4M3} 128,",
+    ),
+    "words of steps of Mamba-2": (
+        write_int4(Words.GPTQ, checkpoints.granite4_hybrid, **MAMBA2),
+        f"mamba_n_heads gives a rank 4 of 8 features, but {INT4} 8,",
     ),
     "groups of MXFP4": (
         lambda folder: checkpoints.write(checkpoints.gpt_oss_in_mxfp4(intermediate_size=96), folder),

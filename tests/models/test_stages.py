@@ -97,6 +97,8 @@ KEPT = (
     "mistral, the text of a model with images",
     "qwen3-next",
     "qwen3.5-moe",
+    "granite4 hybrid, moe",
+    "nemotron-h, moe",
 )
 
 
@@ -244,3 +246,6 @@ def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
     folder = checkpoints.write(checkpoints.llama(**LAYERS), tmp_path)
     with pytest.raises(ModelError, match=r"^num_hidden_layers 3 is less than pipeline_parallel_size 4$"):
         load_model(folder, stage=Stage(0, 4))
+    folder = checkpoints.write(checkpoints.nemotron_h_moe(), tmp_path / "nemotron")
+    with pytest.raises(ModelError, match=r"^the model has 4 layers, each with the feed-forward layer after it"):
+        load_model(folder, stage=Stage(0, 5))

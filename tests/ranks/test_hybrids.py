@@ -18,6 +18,7 @@ from radixrt.errors import ModelError, ParameterError
 from radixrt.execution import memory_budget
 from radixrt.limits import requests_with_states
 from radixrt.models.lfm2 import Lfm2Config
+from radixrt.models.mamba2 import Mamba2Config
 from radixrt.ranks import rank
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
@@ -34,6 +35,10 @@ MODELS: dict[str, Callable[..., Any]] = {
     "qwen3.5-moe": partial(checkpoints.qwen3_5_moe, layer_types=[NET, NET, FULL], tie_word_embeddings=True),
     "qwen3-next": partial(checkpoints.qwen3_next, layer_types=[FULL, NET, FULL]),
     "lfm2-moe": partial(checkpoints.lfm2_moe, conv_bias=True),
+    "granite4-moe": partial(
+        checkpoints.granite4_hybrid_moe, layer_types=["mamba", "mamba", "attention"], mamba_n_groups=1
+    ),
+    "nemotron-h-moe": checkpoints.nemotron_h_moe,
 }
 # Stages, ranks in each, and whether passes are padded to captured shapes.
 SHAPES = {
@@ -41,6 +46,8 @@ SHAPES = {
     "qwen3.5-moe": [(1, 2, False), (2, 1, False), (2, 2, True)],
     "qwen3-next": [(2, 2, False), (3, 1, False)],
     "lfm2-moe": [(2, 2, False)],
+    "granite4-moe": [(2, 2, True)],
+    "nemotron-h-moe": [(1, 2, True), (3, 1, False)],
 }
 MANY = {"max_total_tokens": 2000, "chunked_prefill_size": 24}
 ASKED = [*tree(depth=3), *prompts(1, 2, 70)]
@@ -74,16 +81,26 @@ def kept_states(runtime: Runtime) -> dict[tuple[int, ...], int]:
     return {tuple(t for step in path for t in step.tokens.tolist()): state for state, path in paths.items()}
 
 
-def whole_states(parts: list[Any], ranks: int) -> tuple[Tensor, Tensor]:
-    """The convolution's inputs and the matrices of all layers and heads, from all ranks, stage by stage."""
+def conv_parts(config: Any) -> list[int]:
+    """The channels of a convolution, by what ranks divide by itself."""
+    if isinstance(config, Lfm2Config):
+        return [config.conv_channels]
+    parts: list[int] = config.mamba_sizes.parts if isinstance(config, Mamba2Config) else config.delta_sizes.parts
+    return parts
+
+
+def whole_states(parts: list[Any], ranks: int, whole: Any) -> tuple[Tensor, Tensor]:
+    """The convolution's inputs and the matrices of all layers and heads, from all ranks, stage by stage. `whole`
+    is the config of one rank.
+    """
     found: list[tuple[Tensor, Tensor]] = []
     for begin in reversed(range(0, len(parts), ranks)):  # ranks are counted from the last stage on
         stage = parts[begin : begin + ranks]
-        config = stage[0].decoder.config
-        sizes = [config.conv_channels] if isinstance(config, Lfm2Config) else config.delta_sizes.parts
+        sizes = conv_parts(stage[0].decoder.config)
         pools = [part.kv_pool.states for part in stage]
-        own = zip(*(pool.conv.split(sizes, dim=2) for pool in pools), strict=True)
-        conv = torch.cat([torch.cat(part, dim=2) for part in own], dim=2)
+        own = zip(*(pool.conv.split(sizes, dim=2) for pool in pools), sizes, conv_parts(whole), strict=True)
+        # Where together they have more than there is, neighbours have the same.
+        conv = torch.cat([torch.cat(of[:: ranks * size // every], dim=2) for *of, size, every in own], dim=2)
         found.append((conv, torch.cat([pool.recurrent for pool in pools], dim=2)))
     conv, recurrent = (torch.cat(of_stages) for of_stages in zip(*found, strict=True))
     return conv, recurrent
@@ -96,6 +113,7 @@ def test_answers_and_states_are_those_of_one_rank(name: str, folders: dict[str, 
         expected = [answers(one, ASKED) for _ in range(2)]
         forked = [answer.token_ids for answer in one.generate(ASKED[3], SEVERAL).outputs]
         right, layers, identity = kept_states(one), one.parts.model.kv_pool.states, one.identity()
+        config = one.parts.model.decoder.config
     for stages, ranks, captured in SHAPES[name]:
         with staged(stages, ranks, captured=captured, model=folders[name], **MANY) as several:
             parts = all_parts(several)
@@ -106,7 +124,7 @@ def test_answers_and_states_are_those_of_one_rank(name: str, folders: dict[str, 
             assert answers(several, ASKED) == expected[1]
             assert several.identity() == identity
             assert [answer.token_ids for answer in several.generate(ASKED[3], SEVERAL).outputs] == forked
-            found, own = kept_states(several), whole_states(all_parts(several), ranks)
+            found, own = kept_states(several), whole_states(all_parts(several), ranks, config)
             both = [*(found.keys() & right.keys())]
             assert len(both) > 20
             for path in both:

@@ -32,6 +32,8 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
     "qwen3.5": partial(checkpoints.qwen3_5, **HEADS),
     "qwen3.5-moe": partial(checkpoints.qwen3_5_moe, **HEADS),
     "lfm2-moe": checkpoints.lfm2_moe,
+    "granite4-moe": partial(checkpoints.granite4_hybrid_moe, mamba_n_groups=1),
+    "nemotron-h-moe": checkpoints.nemotron_h_moe,
 }
 TWO = pytest.mark.parametrize("two", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
 FOUR_CARDS = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="there are no four cards")

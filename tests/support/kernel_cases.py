@@ -55,7 +55,7 @@ from triton_ops.norms.rms_norm import add_rms_norm, quantised_rms_norm, rms_norm
 from triton_ops.ranks.peer_sum import PeerMemory, PeerSum
 from triton_ops.recurrent.causal_conv import causal_conv
 from triton_ops.recurrent.gated_delta import gated_delta
-from triton_ops.recurrent.gated_rms_norm import gated_rms_norm
+from triton_ops.recurrent.gated_rms_norm import gated_rms_norm, gated_squares
 from triton_ops.recurrent.rows import StateRows
 from triton_ops.recurrent.state_space import state_space
 from triton_ops.row_tables import known_tokens, write_cells
@@ -955,7 +955,14 @@ def _recurrent_cases() -> Iterator[KernelCase]:
         weight = torch.empty(groups * size, dtype=dtype)
         call = partial(gated_rms_norm, heads, heads, weight, 1e-6, gate_first=True, impl="triton")
         few = size == 3072 and dtype == torch.bfloat16
-        yield KernelCase(gated_rms_norm, f"4096 x {groups} x {size}, gate first, {SHORT_NAMES[dtype]}", call, few)
+        name = f"4096 x {groups} x {size}, gate first, {SHORT_NAMES[dtype]}"
+        yield KernelCase(gated_rms_norm, name, call, few)
+        if groups == 1:  # ranks have parts of it
+            call = partial(gated_squares, heads, heads, 2 * size, impl="triton")
+            yield KernelCase(gated_squares, f"4096 x {size}, {SHORT_NAMES[dtype]}", call, few)
+            mean = torch.empty(4096, 1)
+            call = partial(gated_rms_norm, heads, heads, weight, 1e-6, gate_first=True, mean=mean, impl="triton")
+            yield KernelCase(gated_rms_norm, f"{name}, with a mean", call, few)
 
 
 def _state_rows(num_extends: int, batch: int) -> StateRows:

@@ -18,7 +18,7 @@ from triton_ops.linear.e4m3_linear import dequantised_weight, quantised_weight
 
 # Linear layers of blocks: projections of attention, feed-forward and experts, no norms, no routers, and of gated
 # delta nets none to single numbers.
-LINEAR = re.compile(r"(.*layers\.\d+\..*(?:_proj|\.w[123]|\.in_proj_(?:qkvz?|z)))\.weight")
+LINEAR = re.compile(r"(.*layers\.\d+\..*(?:_proj|_linear|\.w[123]|\.in_proj_(?:qkvz?|z)))\.weight")
 
 # Sizes that blocks of 128 divide, and some that they do not.
 SHAPE: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 384, "initializer_range": 0.08}

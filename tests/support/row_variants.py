@@ -33,7 +33,7 @@ from triton_ops.kv.view import KVView
 from triton_ops.norms.rms_norm import add_rms_norm, rms_norm, rms_norm_add
 from triton_ops.recurrent.causal_conv import causal_conv
 from triton_ops.recurrent.gated_delta import gated_delta
-from triton_ops.recurrent.gated_rms_norm import gated_rms_norm
+from triton_ops.recurrent.gated_rms_norm import gated_rms_norm, gated_squares
 from triton_ops.recurrent.rows import StateRows
 
 COUNTS = (1, 2, 3, 15, 16, 17, 64, 511, 512)
@@ -71,6 +71,9 @@ def calls(count: int) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "experts", experts.moe
     heads = bf16(count, 32, 128)
     yield "gated_rms_norm", partial(gated_rms_norm, heads, heads, bf16(128), 1e-6, impl="triton")
+    yield "gated_squares", partial(gated_squares, heads, heads, 256, impl="triton")
+    mean, args = torch.empty(count, 32), (heads, heads, bf16(128), 1e-6)
+    yield "gated_rms_norm, with a mean", partial(gated_rms_norm, *args, gate_first=True, mean=mean, impl="triton")
     for name, num_extends in (("steps", 0), ("extends", count)):
         yield f"causal_conv, {name}", partial(convolve, count, num_extends)
         yield f"causal_conv, gated, {name}", partial(convolve, count, num_extends, gated=True)

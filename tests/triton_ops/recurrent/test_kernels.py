@@ -14,7 +14,7 @@ from tests.support.elementwise_cases import KERNEL_DTYPES, assert_same, random
 from tests.support.recurrent_cases import DeltaInputs, expected_conv, state_rows
 from triton_ops.recurrent.causal_conv import causal_conv
 from triton_ops.recurrent.gated_delta import gated_delta
-from triton_ops.recurrent.gated_rms_norm import gated_rms_norm
+from triton_ops.recurrent.gated_rms_norm import gated_rms_norm, gated_squares
 from triton_ops.recurrent.rows import StateRows
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of the interpreter, on purpose
@@ -278,6 +278,11 @@ def test_gated_rms_norm(shape: tuple[int, int, int], dtype: torch.dtype, kernel_
             assert out.is_contiguous()
             assert_same(out, norm(x, gate, impl="torch"))
             assert_same(norm(gate, x, impl="triton"), norm(gate, x, impl="torch"))
+    squares = gated_squares(x, gate, 2 * size, impl="triton")
+    torch.testing.assert_close(squares, gated_squares(x, gate, 2 * size, impl="torch"), atol=1e-6, rtol=1e-5)
+    mean = torch.stack([squares, -squares], 2)[..., 0]  # other strides than the kernel's own
+    norm = partial(gated_rms_norm, x, gate, weight, 1e-6, gate_first=True, mean=mean)
+    assert_same(norm(impl="triton"), norm(impl="torch"))
 
 
 def test_what_kernels_have_no_room_for_is_named(kernel_device: torch.device) -> None:

@@ -23,7 +23,7 @@ from tests.support.recurrent_cases import DeltaInputs, expected_conv, state_rows
 from tests.support.row_bits import ROWS, differing_counts, threads
 from triton_ops.recurrent.causal_conv import causal_conv
 from triton_ops.recurrent.gated_delta import gated_delta, gated_delta_reference
-from triton_ops.recurrent.gated_rms_norm import gated_rms_norm
+from triton_ops.recurrent.gated_rms_norm import gated_rms_norm, gated_squares
 
 LENS = [(1, 1, 1), (5, 0, 1), (2, 1), (64, 1, 0, 1), (130, 3, 200), (63, 65), (0,), ()]
 
@@ -216,6 +216,24 @@ def test_gated_rms_norm_whose_gate_is_first(groups: int, dtype: torch.dtype) -> 
     torch.testing.assert_close(out.flatten(1), expected, atol=1e-6, rtol=1e-6 if dtype == torch.float32 else 8e-3)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_norm_of_heads_in_parts(dtype: torch.dtype) -> None:
+    """By the means of squares of all parts together."""
+    x, gate = random(9, 2, 64, dtype=dtype) * 3, random(9, 2, 64, dtype=dtype, seed=1)
+    weight = random(128, dtype=dtype, seed=2)
+    halves = [slice(0, 32), slice(32, 64)]
+    mean = sum(gated_squares(x[..., half], gate[..., half], 64) for half in halves)
+    assert isinstance(mean, Tensor)
+    assert (mean.dtype, mean.shape) == (torch.float32, (9, 2))
+    norm = partial(gated_rms_norm, eps=0.1, gate_first=True, mean=mean)
+    factors = weight.view(2, 64)
+    found = [norm(x[..., h], gate[..., h], factors[:, h].reshape(-1)) for h in halves]
+    expected = gated_rms_norm(x, gate, weight, 0.1, gate_first=True)
+    torch.testing.assert_close(
+        torch.cat(found, 2), expected, rtol=1e-5 if dtype == torch.float32 else 8e-3, atol=1e-6
+    )
+
+
 def delta_bits(dtype: torch.dtype) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[Tensor, ...]]:
     """Rows of one token each, with their states."""
     inputs = DeltaInputs.random(ROWS, (1, 2), (8, 24), num_states=ROWS, dtype=dtype)
@@ -316,8 +334,13 @@ def test_wrong_arguments_are_named() -> None:
     heads = random(3, 2, 8)
     with pytest.raises(ValueError, match=r"gate must be \[3, 2, 8\] in torch.float32"):
         gated_rms_norm(heads, heads[:2], weight[:, 0].contiguous(), 1e-6)
+    with pytest.raises(ValueError, match=r"gate must be \[3, 2, 8\] in torch.float32"):
+        gated_squares(heads, heads[:2], 8)
     with pytest.raises(ValueError, match=r"weight must be contiguous \[8\]"):
         gated_rms_norm(heads, heads, weight[0], 1e-6)
+    for mean, gate_first in ((heads[0], True), (heads[..., 0].half(), True), (heads[..., 0], False)):
+        with pytest.raises(ValueError, match=r"mean must be \[3, 2\] in torch.float32, with gate_first, but is "):
+            gated_rms_norm(heads, heads, weight[:, 0].contiguous(), 1e-6, mean=mean, gate_first=gate_first)
     with pytest.raises(ValueError, match=r"read_from must be contiguous \[B\] in torch.int32"):
         replace(rows, read_from=rows.read_from.long())
     with pytest.raises(ValueError, match=r"write_to has 1 rows, but lens has 2"):
