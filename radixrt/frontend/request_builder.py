@@ -7,7 +7,7 @@ import itertools
 import secrets
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from threading import Lock
@@ -122,6 +122,20 @@ class RequestBuilder:
         if (refusal := self.refusal(request)) is not None:
             raise PromptError(refusal)
         return request
+
+    def alike(self, model: Request, ids: NDArray[np.int32], index: int, call: int) -> Request:
+        """A request with the parameters of another one, for ids that are known to be sound and no longer than its
+        own. They are not copied.
+        """
+        params = model.params
+        return replace(
+            model,
+            index=index,
+            id=next(self._ids),
+            prompt_ids=ids,
+            max_new_tokens=min(params.max_new_tokens, self.context_length - len(ids)),
+            seed=_derived_seed(self.seed, index, call) if params.seed is None else params.seed,
+        )
 
     def build_streamed(
         self,

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from radixrt.errors import DeviceLostError, ParameterError, PassError, PromptError, RadixrtError
 from radixrt.output import RequestOutput
-from radixrt.replicas.group import ReplicaGroup, _demands
+from radixrt.replicas.group import ReplicaGroup
+from radixrt.replicas.listed import demands_of
 from radixrt.replicas.replica import MAX_RESTARTS
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
@@ -397,7 +398,7 @@ def test_scored_prompts_are_planned_as_they_are_scheduled() -> None:
         requests = [runtime.prepare([1, 2, 3, 4, 1, 2, 3], each) for each in (*params, PARAMS)]
         limits = [answer.match_limit for answer in runtime.parts.scheduler.submit_all(requests)]
     assert limits == [request.params.match_limit(request.prompt_len) for request in requests]
-    assert _demands(requests).match_limits.tolist() == [max(0, limit) for limit in limits]
+    assert demands_of(requests).match_limits.tolist() == [max(0, limit) for limit in limits]
 
 
 def test_an_error_of_the_first_start_is_raised() -> None:
