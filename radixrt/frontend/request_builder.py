@@ -7,7 +7,7 @@ import itertools
 import secrets
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from threading import Lock
@@ -128,13 +128,19 @@ class RequestBuilder:
         own. They are not copied.
         """
         params = model.params
-        return replace(
-            model,
+        return Request(  # `replace` takes twice as long
             index=index,
             id=next(self._ids),
             prompt_ids=ids,
+            params=params,
             max_new_tokens=min(params.max_new_tokens, self.context_length - len(ids)),
             seed=_derived_seed(self.seed, index, call) if params.seed is None else params.seed,
+            stop_ids=model.stop_ids,
+            bad_words=model.bad_words,
+            namespace=model.namespace,
+            make_text=model.make_text,
+            form=model.form,
+            priority=model.priority,
         )
 
     def build_streamed(

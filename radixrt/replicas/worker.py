@@ -113,16 +113,19 @@ def serve(channel: Channel, make: Callable[[dict[str, Any]], Runtime] = _runtime
         channel.send(Message({"refused": error_as_json(error)}))
         return
     with runtime:
-        server = Server(runtime)
+        server, told = Server(runtime), deque(messages[1:])
         channel.send(server.ready())
         try:
             while True:
-                for message in channel.receive():
-                    if (answer := server.handle(message)) is not None:
+                told += channel.receive()
+                while told:
+                    if (answer := server.handle(told.popleft())) is not None:
                         channel.send(answer)
+                    if server.has_work and all("run" in message.body for message in told):
+                        break  # the device waits: more requests are made while it computes
                 if channel.is_closed:
                     return
-                if not server.has_work:
+                if not (told or server.has_work):
                     channel.wait()
                 elif (news := server.step()) is not None:
                     channel.send(news)
