@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
 from radixrt.batch import lanes
 from radixrt.batch.dispatch import Dispatch
 from radixrt.batch.lanes import Handout
-from radixrt.planning.shards import Pieces, shards
+from radixrt.planning.shards import Pieces, Shards, shards
 
 
 @dataclass
@@ -91,12 +92,17 @@ def test_half_of_a_range_can_be_taken_by_others() -> None:
 
 def test_lanes_get_theirs_in_turns() -> None:
     """None waits for its first pieces until another one has all of its own, and none takes from others meanwhile."""
-    own = [FakeLane() for _ in range(3)]
-    found, _ = handout(600, own, first=1000)
-    at_once = lanes.HANDED_AT_ONCE
+    ranges = Shards(Pieces.alike(600), np.array([0, 100, 300, 600]))
+    found = Handout(Dispatch(ranges), [FakeLane() for _ in range(3)], 1000, Clock())
     turns = [(lane, len(pieces)) for lane, pieces in found.next()]
-    rounds = [at_once] * (200 // at_once) + [200 % at_once]
-    assert turns == [(lane, count) for count in rounds for lane in range(3)]
+    at_once = lanes.HANDED_AT_ONCE
+    left, expected = [100, 200, 300], []
+    while any(left):
+        for lane in range(3):
+            if count := min(at_once, left[lane]):
+                expected.append((lane, count))
+                left[lane] -= count
+    assert turns == expected
 
 
 def test_a_lane_that_is_lost_between_its_turns_gets_no_more() -> None:

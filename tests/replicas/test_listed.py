@@ -42,6 +42,10 @@ def builder() -> RequestBuilder:
     return RequestBuilder(NoWeights(VOCAB_SIZE).config, None, context_length=CONTEXT, seed=3, refusal=refusal)
 
 
+def arrays(*prompts: list[int]) -> list[Any]:
+    return [np.array(prompt, np.int32) for prompt in prompts]
+
+
 IDS = st.integers(0, VOCAB_SIZE - 1)
 SOUND = st.lists(IDS, min_size=1, max_size=7)
 BAD = st.one_of(
@@ -52,9 +56,10 @@ KINDS: list[Any] = [np.int32, np.int64, list, tuple]
 
 @st.composite
 def given_prompts(draw: st.DrawFn) -> tuple[list[Any], list[Any]]:
-    """Prompts of all kinds, mostly sound, with parameters each."""
+    """Prompts of all kinds, mostly sound, with a few parameters among them."""
     one = draw(st.sampled_from([SOUND, SOUND, st.one_of(SOUND, BAD)]))
-    few = draw(st.sampled_from([PARAMS[:6], PARAMS[:6], PARAMS]))
+    most = draw(st.sampled_from([6, 6, len(PARAMS)]))
+    few = draw(st.lists(st.sampled_from(PARAMS[:most]), min_size=1, max_size=3))
     prompts: list[Any] = []
     for ids in draw(st.lists(one, max_size=8)):
         kind = draw(st.sampled_from(KINDS))
@@ -84,10 +89,14 @@ def check(found: Listed, expected: Sequence[Request]) -> None:
 
 
 @given(lists=given_prompts(), call=st.integers(0, 1), on_error=st.sampled_from(["raise", "return", "what"]))
-@example(([np.array([1, 2], np.int32), np.array([3], np.int32)], [PARAMS[2], PARAMS[1]]), 1, "raise")
-@example(([np.array([1] * 9, np.int32), np.array([3], np.int32)], [PARAMS[5], PARAMS[4]]), 0, "raise")
-@example(([np.array([1, -1], np.int32), np.array([3], np.int32)], [PARAMS[2], PARAMS[1]]), 0, "return")
-@example(([np.array([1] * 12, np.int32), np.array([3], np.int32)], [PARAMS[4], PARAMS[2]]), 0, "return")
+@example((arrays([1, 2], [3]), [PARAMS[2], PARAMS[1]]), 1, "raise")
+@example((arrays([1] * 9, [3]), [PARAMS[5], PARAMS[4]]), 0, "raise")
+@example((arrays([1] * 12, [3]), [PARAMS[2]] * 2), 0, "return")  # too long
+@example((arrays([1] * 12, [3]), [PARAMS[4]] * 2), 0, "return")  # too many slots
+@example((arrays([1, 2, 3], [-1]), [PARAMS[2]] * 2), 0, "return")
+@example((arrays([1, 2, 3], [VOCAB_SIZE]), [PARAMS[2]] * 2), 0, "return")
+@example((arrays([1, 2, 3, 4], [1, 2]), [PARAMS[6]] * 2), 0, "return")  # nothing to score
+@example((arrays([1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]), [PARAMS[7]] * 2), 0, "return")
 def test_it_is_that_of_a_builder(lists: tuple[list[Any], list[Any]], call: int, on_error: Any) -> None:
     prompts, params = lists
     with pytest.MonkeyPatch.context() as patch:

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -46,7 +47,7 @@ def test_requests() -> None:
         ours.prepare([5], params, index=0),
         ours.prepare([5, 6], SamplingParams(seed=11, max_new_tokens=None), index=9, priority=-3),
     ]
-    sent[1] = replace(sent[1], seed=77)  # as of a later call
+    sent[1] = replace(sent[1], seed=77, params=replace(params))  # as of a later call, with equal parameters
     message = as_sent(requests_message(sent))
     assert len(message.body["params"]) == 2
     found = list(requests_of(message, theirs))
@@ -103,6 +104,7 @@ def test_outputs(cause: PassError | None) -> None:
         getattr(output, each.name) for each in fields(output) if each.name not in ("prompt_ids", "cause")
     ]
     assert back.prompt_token_ids == (1, 2)
+    assert not np.shares_memory(np.asarray(back.prompt_ids), request.prompt_ids), "that may be part of a whole list"
     assert str(back.cause) == ("None" if cause is None else "PassError: out of memory")
     assert isinstance(back.cause, type(cause))
 
