@@ -96,6 +96,20 @@ def test_region_by_region(prompts: list[list[int]], region: int) -> None:
     assert bool(forgotten) == (len(prompts) > 1 and len(store.tokens) > region)
 
 
+@given(
+    prompts=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 2)), min_size=3, max_size=8),
+    block=st.sampled_from([2, 512]),
+)
+def test_prompts_that_agree_for_long_part_where_the_first_of_them_does(
+    prompts: list[tuple[int, int]], block: int
+) -> None:
+    listed = [[5] * 10 + [1] * length + [token] * bool(token) for length, token in prompts]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ordering, "WINDOWS", (4,))
+        patch.setattr(ordering, "BLOCK", block)
+        check_order(listed, order_of(listed))
+
+
 def test_what_is_read_one_by_one_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Never more than a region of it stays, and what many share is read about once."""
     head = list(range(1000))

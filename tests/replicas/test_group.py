@@ -410,12 +410,14 @@ def test_replicas_are_read_between_messages(monkeypatch: pytest.MonkeyPatch) -> 
     def submitted(self: Replica, *requests: Request) -> None:
         done.append("submit")
         submit(self, *requests)
+        links.advance()  # some have answers before others have their prompts
 
     def received(self: Replica) -> list[RequestOutput]:
         done.append("receive")
         return receive(self)
 
-    with group_of(LocalLinks(lambda: scheduled_runtime(pool_tokens=10_000, context_length=100)), 3) as group:
+    links = LocalLinks(lambda: scheduled_runtime(pool_tokens=10_000, context_length=100))
+    with group_of(links, 3) as group:
         monkeypatch.setattr(Replica, "submit", submitted)
         monkeypatch.setattr(Replica, "receive", received)
         assert len(group.generate(tree(600), SamplingParams(max_new_tokens=2))) == 600
