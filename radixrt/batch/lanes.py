@@ -76,7 +76,7 @@ class Handout:
         return not (self._dispatch.num_left or self._suspects)
 
     def next(self) -> Iterator[tuple[int, list[int]]]:
-        """Pieces for lanes that have room, with the number of the lane."""
+        """Pieces for lanes that have room, with the number of the lane, some at a time, in turns."""
         for number, lane in enumerate(self._lanes):
             if lane.is_gone and number not in self._gone:
                 self._gone.add(number)
@@ -96,9 +96,8 @@ class Handout:
         at_once = HANDED_AT_ONCE if len(self._lanes) > 1 else SUBMITTED_AT_ONCE
         while rooms:
             for number, room in list(rooms.items()):
-                # It may have been lost since.
-                pieces = self._dispatch.take(number, min(room, at_once), away) if self._lanes[number].is_ready else []
-                if pieces:
+                is_there = self._lanes[number].is_ready  # it may have been lost since
+                if pieces := self._dispatch.take(number, min(room, at_once), away) if is_there else []:
                     yield number, pieces
                 rooms[number] -= len(pieces)
                 if not (pieces and rooms[number] and self._dispatch.waiting(number)):

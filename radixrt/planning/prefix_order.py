@@ -2,8 +2,8 @@
 
 Sequences are compared window by window from their beginning. Those that agree so far are a group, and only groups
 of two or more go on. A group whose members all agree in a window is not sorted there, and its next window is
-wider. After the widest one its members are compared with its first, one by one, as far as all agree: so each shared
-token is read about once. Windows of large files are read region by region, in order, and then forgotten.
+wider. After the widest one its members are compared with its first, one by one, as far as all agree. So each
+shared token is read about once. Windows of large files are read region by region, in order, and then forgotten.
 """
 
 from __future__ import annotations
@@ -131,10 +131,11 @@ class _Sorting:
     def _common_depth(self, groups: _Groups) -> Int64Array:
         """Leading tokens in which the sequences of each group agree, `[G]`, compared one by one."""
         found = np.empty_like(groups.depth)
-        for nth, (begin, end, depth) in enumerate(zip(*map(np.ndarray.tolist, vars(groups).values()), strict=True)):
+        ranges = zip(groups.begin.tolist(), groups.end.tolist(), groups.depth.tolist(), strict=True)
+        for nth, (begin, end, depth) in enumerate(ranges):
             members = self._order[begin:end]
             places = (self._starts[members] + depth).tolist()
-            length = int((self._ends[members] - self._starts[members]).min()) - depth  # in which all agree, at most
+            length = int((self._ends[members] - self._starts[members]).min()) - depth  # at most
             first = self._tokens[places[0] : places[0] + length]
             at, block = 0, BLOCK
             while at < length:  # with the last one, which may differ early, block by block

@@ -6,7 +6,7 @@ import itertools
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
@@ -32,8 +32,8 @@ from radixrt.output import RequestOutput
 from radixrt.planning.batch_plan import BatchPlan, plan_batch
 from radixrt.planning.cards import CARDS, shape_of
 from radixrt.planning.shards import Pieces, pieces_of, shards
-from radixrt.replicas.listed import Listed, listed_requests
 from radixrt.replicas.links import Links, Processes, placements
+from radixrt.replicas.listed import Listed, listed_requests
 from radixrt.replicas.replica import Replica, ReplicaFigures
 from radixrt.schedule.activity import Activity
 from radixrt.schedule.request import Request

@@ -4,13 +4,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import overload
+from dataclasses import dataclass
+from typing import TypeGuard, overload
 
 import numpy as np
-import numpy.typing as npt
 
 from radixrt.arrays import Int32Array, Int64Array
 from radixrt.errors import ParameterError, PromptError
@@ -42,7 +41,7 @@ def listed_requests(
     on_error: OnError,
     call: int,
 ) -> tuple[list[RequestOutput], Listed]:
-    """What `RequestBuilder.build_all` makes of a list, and raises. The requests' prompts are views of the store."""
+    """What `RequestBuilder.build_all` makes of a list, or raises. Prompts of requests are views of the store."""
     if on_error in ("raise", "return") and prompts:
         each = one_each(params, len(prompts), many=True)
         if (found := _all_sound(builder, prompts, each, call)) is not None:
@@ -70,14 +69,13 @@ def _all_sound(
         kinds, kind = _kinds(builder, params)
         if any(each.truncate_prompt_tokens is not None or each.prompt_logprobs is not None for each in kinds):
             return None  # what these allow depends on each prompt
-        ids = [prompt if _is_plain(prompt) else builder.token_ids(prompt) for prompt in prompts]
+        ids: list[Int32Array] = [prompt if _is_plain(prompt) else builder.token_ids(prompt) for prompt in prompts]
         lengths = np.fromiter(map(len, ids), np.int64, len(ids))
         # Of those with equal parameters, what the longest one may do the others may, too.
         by_kind = np.lexsort((lengths, kind))
         longest = by_kind[np.append(np.flatnonzero(np.diff(kind[by_kind])), len(kind) - 1)]
         models = [
-            builder.build(ids[i], own, index=i, call=call)
-            for i, own in zip(longest.tolist(), kinds, strict=True)
+            builder.build(ids[i], own, index=i, call=call) for i, own in zip(longest.tolist(), kinds, strict=True)
         ]
     except (PromptError, ParameterError):
         return None
@@ -92,9 +90,7 @@ def _all_sound(
     return Listed(_Requests(builder, store, models, kind.tolist(), call), store, demands)
 
 
-def _kinds(
-    builder: RequestBuilder, params: Sequence[Params]
-) -> tuple[list[SamplingParams], npt.NDArray[np.int64]]:
+def _kinds(builder: RequestBuilder, params: Sequence[Params]) -> tuple[list[SamplingParams], Int64Array]:
     """Distinct parameters, and which of them each prompt has, `[N]`."""
     kinds: list[SamplingParams] = []
     by_identity: dict[int, int] = {}  # of what was given
@@ -110,12 +106,12 @@ def _kinds(
     return kinds, np.array([by_identity[id(given)] for given in params], np.int64)
 
 
-def _is_plain(prompt: object) -> bool:
+def _is_plain(prompt: object) -> TypeGuard[Int32Array]:
     """Whether a prompt is token ids as they are kept."""
     return isinstance(prompt, np.ndarray) and prompt.dtype == np.int32 and prompt.ndim == 1 and len(prompt) > 0
 
 
-def _joined(ids: Sequence[npt.NDArray[np.int32]], offsets: Int64Array) -> tuple[Int32Array, int]:
+def _joined(ids: Sequence[Int32Array], offsets: Int64Array) -> tuple[Int32Array, int]:
     """A copy of all ids, one after the other, and the greatest; negative ones count as greater than all others."""
     tokens = np.empty(int(offsets[-1]), np.int32)
     bounds = np.searchsorted(offsets, np.arange(0, len(tokens), COPIED_AT_ONCE)[1:])
@@ -156,10 +152,7 @@ class _Requests(Sequence[Request]):
             return [self[i] for i in range(*index.indices(len(self)))]
         made = self._made[index]
         if made is None:
-            index = range(len(self))[index]
+            index %= len(self)
             model, ids = self._models[self._kind[index]], self._store[index]
             made = self._made[index] = self._builder.alike(model, ids, index, self._call)
         return made
-
-    def __iter__(self) -> Iterator[Request]:
-        return (self[i] for i in range(len(self)))

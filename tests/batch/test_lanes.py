@@ -91,7 +91,7 @@ def test_half_of_a_range_can_be_taken_by_others() -> None:
 
 
 def test_lanes_get_theirs_in_turns() -> None:
-    """None waits for its first pieces until another one has all of its own, and none takes from others meanwhile."""
+    """None waits for its first pieces until others have all of theirs, and none takes from others meanwhile."""
     ranges = Shards(Pieces.alike(600), np.array([0, 100, 300, 600]))
     found = Handout(Dispatch(ranges), [FakeLane() for _ in range(3)], 1000, Clock())
     turns = [(lane, len(pieces)) for lane, pieces in found.next()]
