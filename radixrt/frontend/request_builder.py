@@ -124,8 +124,8 @@ class RequestBuilder:
         return request
 
     def alike(self, model: Request, ids: NDArray[np.int32], index: int, call: int) -> Request:
-        """A request with the parameters of another one, for ids that are known to be sound and no longer than its
-        own. They are not copied.
+        """A request with the parameters of another one, for ids that are known to be sound, of a prompt that is no
+        longer than its own.
         """
         params = model.params
         return Request(  # `replace` takes twice as long

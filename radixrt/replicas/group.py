@@ -404,6 +404,8 @@ class _Work:
 
     def _joined(self, piece: int, output: RequestOutput) -> RequestOutput | None:
         """The output of a piece's prompt, once it is there."""
+        if not self._has_parts:
+            return output
         request, part = self._request(piece)
         if part is None:
             return output

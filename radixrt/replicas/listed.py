@@ -41,7 +41,7 @@ def listed_requests(
     on_error: OnError,
     call: int,
 ) -> tuple[list[RequestOutput], Listed]:
-    """What `RequestBuilder.build_all` makes of a list, or raises. Prompts of requests are views of the store."""
+    """What `RequestBuilder.build_all` makes of a list, or raises. Requests are made when they are wanted."""
     if on_error in ("raise", "return") and prompts:
         each = one_each(params, len(prompts), many=True)
         if (found := _all_sound(builder, prompts, each, call)) is not None:
@@ -153,6 +153,6 @@ class _Requests(Sequence[Request]):
         made = self._made[index]
         if made is None:
             index %= len(self)
-            model, ids = self._models[self._kind[index]], self._store[index]
+            model, ids = self._models[self._kind[index]], self._store[index].copy()  # outputs keep it
             made = self._made[index] = self._builder.alike(model, ids, index, self._call)
         return made

@@ -119,7 +119,7 @@ def output_of(value: Mapping[str, Any], request: Request) -> RequestOutput:
         outputs=answers,
         usage=Usage(*value["usage"]),
         timings=Timings(*value["timings"]),
-        prompt_ids=request.prompt_ids.copy(),  # not the prompts of the whole list
+        prompt_ids=request.prompt_ids,
         prompt_logprobs=_logprobs_of(value["prompt_logprobs"]),
         cause=None if value["cause"] is None else PassError(value["cause"]),
     )

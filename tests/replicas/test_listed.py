@@ -135,6 +135,9 @@ def test_requests_are_made_when_they_are_wanted_and_keep_their_prompts() -> None
     assert found.requests[-1].index == 39
     assert next(made._ids) == before + 2, "none but that one"
     assert [request.prompt_ids.tolist() for request in found.requests] == expected
+    assert not any(np.shares_memory(request.prompt_ids, found.store.tokens) for request in found.requests), (
+        "an output that is kept would keep the prompts of the whole list"
+    )
 
 
 def test_the_wrong_number_of_parameters() -> None:

@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -104,7 +103,6 @@ def test_outputs(cause: PassError | None) -> None:
         getattr(output, each.name) for each in fields(output) if each.name not in ("prompt_ids", "cause")
     ]
     assert back.prompt_token_ids == (1, 2)
-    assert not np.shares_memory(np.asarray(back.prompt_ids), request.prompt_ids)
     assert str(back.cause) == ("None" if cause is None else "PassError: out of memory")
     assert isinstance(back.cause, type(cause))
 
