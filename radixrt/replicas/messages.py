@@ -92,12 +92,30 @@ def requests_of(message: Message, runtime: Prepares) -> Iterator[Request | Reque
             )
 
 
-def output_as_json(output: RequestOutput) -> dict[str, Any]:
-    """An output without its prompt, which the group has."""
+def ended_message(outputs: Sequence[RequestOutput], others: Mapping[str, Any]) -> Message:
+    """Outputs without their prompts, which the group has, and other JSON values. Their token ids are numbers, which
+    take less time to write and to read.
+    """
+    ids = [token for output in outputs for answer in output.outputs for token in answer.token_ids]
+    return Message({"ended": list(map(_output_as_json, outputs)), **others}, np.array(ids, np.int32))
+
+
+def ended_of(message: Message) -> Iterator[tuple[Mapping[str, Any], list[tuple[int, ...]]]]:
+    """The outputs of such a message for `output_of`, each with the token ids of its answers."""
+    ids, at = message.numbers.tolist(), 0
+    for value in message.body["ended"]:
+        answers: list[tuple[int, ...]] = []
+        for answer in value["outputs"]:
+            answers.append(tuple(ids[at : at + answer[2]]))
+            at += answer[2]
+        yield value, answers
+
+
+def _output_as_json(output: RequestOutput) -> dict[str, Any]:
     return {
         "id": output.id,
         "outputs": [
-            [o.index, o.text, o.token_ids, str(o.finish_reason), o.matched, _logprobs(o.logprobs), o.error]
+            [o.index, o.text, len(o.token_ids), str(o.finish_reason), o.matched, _logprobs(o.logprobs), o.error]
             for o in output.outputs
         ],
         "usage": _values(output.usage),
@@ -107,11 +125,13 @@ def output_as_json(output: RequestOutput) -> dict[str, Any]:
     }
 
 
-def output_of(value: Mapping[str, Any], request: Request) -> RequestOutput:
+def output_of(value: Mapping[str, Any], token_ids: Sequence[tuple[int, ...]], request: Request) -> RequestOutput:
     """The output of a request, from a replica."""
     answers = tuple(
-        CompletionOutput(index, text, tuple(ids), FinishReason(reason), matched, _logprobs_of(logprobs), error)
-        for index, text, ids, reason, matched, logprobs, error in value["outputs"]
+        CompletionOutput(index, text, ids, FinishReason(reason), matched, _logprobs_of(logprobs), error)
+        for ids, (index, text, _, reason, matched, logprobs, error) in zip(
+            token_ids, value["outputs"], strict=True
+        )
     )
     return RequestOutput(
         index=request.index,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from radixrt.errors import DeviceLostError, RadixrtError
 from radixrt.output import RequestOutput
-from radixrt.replicas.messages import output_as_json, requests_of, state_as_json
+from radixrt.replicas.messages import ended_message, requests_of, state_as_json
 from radixrt.workers.channel import Channel, Message, error_as_json
 
 if TYPE_CHECKING:
@@ -86,9 +86,9 @@ class Server:
         if not (self._ended or needs_more) and now - self._told < BEAT and self._runtime.has_work:
             return None
         self._told = now
-        body = {"ended": list(map(output_as_json, self._ended)), "begun": self._begun, **self._state()}
+        message = ended_message(self._ended, {"begun": self._begun, **self._state()})
         self._ended, self._begun = [], []
-        return Message(body)
+        return message
 
     def _state(self) -> dict[str, Any]:
         runtime = self._runtime

@@ -59,7 +59,7 @@ def served(monkeypatch: pytest.MonkeyPatch, *given: list[Message]) -> tuple[list
     serve(channel, lambda options: made.append(runtime) or runtime)
     assert made == [runtime]
     ended = [each for message in channel.sent for each in message.body.get("ended", ())]
-    return done, {each["id"]: len(each["outputs"][0][2]) for each in ended}
+    return done, {each["id"]: each["outputs"][0][2] for each in ended}
 
 
 def messages(sizes: Iterable[int]) -> list[Message]:
