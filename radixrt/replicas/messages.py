@@ -93,8 +93,8 @@ def requests_of(message: Message, runtime: Prepares) -> Iterator[Request | Reque
 
 
 def ended_message(outputs: Sequence[RequestOutput], others: Mapping[str, Any]) -> Message:
-    """Outputs without their prompts, which the group has, and other JSON values. Their token ids are numbers, which
-    take less time to write and to read.
+    """Outputs without their prompts, which the group has, and other JSON values. Token ids are no JSON, which takes
+    longer to write and to read.
     """
     ids = [token for output in outputs for answer in output.outputs for token in answer.token_ids]
     return Message({"ended": list(map(_output_as_json, outputs)), **others}, np.array(ids, np.int32))
