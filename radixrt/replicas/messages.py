@@ -93,7 +93,7 @@ def requests_of(message: Message, runtime: Prepares) -> Iterator[Request | Reque
 
 
 def ended_message(outputs: Sequence[RequestOutput], others: Mapping[str, Any]) -> Message:
-    """Outputs without their prompts, which the group has, and other JSON values. Token ids are no JSON, which takes
+    """Outputs without their prompts, which the group has, and other JSON values. Token ids are no JSON: it takes
     longer to write and to read.
     """
     ids = [token for output in outputs for answer in output.outputs for token in answer.token_ids]
