@@ -14,6 +14,7 @@ ENOUGH_WAITING = 1024
 SUBMITTED_AT_ONCE = 512
 # Where there are several lanes, what has been handed out can no longer be taken by another one.
 LEAST_WAITING = 16
+HANDED_AT_ONCE = 64  # pieces, in turns: no lane waits for its first ones until others have all of theirs
 
 
 class Lane(Protocol):
@@ -75,12 +76,13 @@ class Handout:
         return not (self._dispatch.num_left or self._suspects)
 
     def next(self) -> Iterator[tuple[int, list[int]]]:
-        """Pieces for lanes that have room, with the number of the lane."""
+        """Pieces for lanes that have room, with the number of the lane, some at a time, in turns."""
         for number, lane in enumerate(self._lanes):
             if lane.is_gone and number not in self._gone:
                 self._gone.add(number)
                 self._dispatch.retire(number)
         away = [number for number, lane in enumerate(self._lanes) if not lane.is_ready]
+        rooms: dict[int, int] = {}
         for number, lane in enumerate(self._lanes):
             if self._suspects.is_on(number):
                 continue
@@ -89,12 +91,17 @@ class Handout:
                 if group := self._suspects.take(number, has_others):
                     yield number, group
                     continue
-            if (
-                lane.is_ready
-                and (room := self._room(number, lane)) > 0
-                and (pieces := self._dispatch.take(number, room, away))
-            ):
-                yield number, pieces
+            if lane.is_ready and (room := self._room(number, lane)) > 0:
+                rooms[number] = room
+        at_once = HANDED_AT_ONCE if len(self._lanes) > 1 else SUBMITTED_AT_ONCE
+        while rooms:
+            for number, room in list(rooms.items()):
+                is_there = self._lanes[number].is_ready  # it may have been lost since
+                if pieces := self._dispatch.take(number, min(room, at_once), away) if is_there else []:
+                    yield number, pieces
+                rooms[number] -= len(pieces)
+                if not (pieces and rooms[number] and self._dispatch.waiting(number)):
+                    del rooms[number]
 
     def end(self, lane: int, piece: int) -> None:
         """A piece needs nothing more."""

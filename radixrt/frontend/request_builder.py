@@ -123,6 +123,26 @@ class RequestBuilder:
             raise PromptError(refusal)
         return request
 
+    def alike(self, model: Request, ids: NDArray[np.int32], index: int, call: int) -> Request:
+        """A request with the parameters of another one, for ids that are known to be sound, of a prompt that is no
+        longer than its own.
+        """
+        params = model.params
+        return Request(  # `replace` takes twice as long
+            index=index,
+            id=next(self._ids),
+            prompt_ids=ids,
+            params=params,
+            max_new_tokens=min(params.max_new_tokens, self.context_length - len(ids)),
+            seed=_derived_seed(self.seed, index, call) if params.seed is None else params.seed,
+            stop_ids=model.stop_ids,
+            bad_words=model.bad_words,
+            namespace=model.namespace,
+            make_text=model.make_text,
+            form=model.form,
+            priority=model.priority,
+        )
+
     def build_streamed(
         self,
         prompt: Prompt,

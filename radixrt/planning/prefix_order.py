@@ -2,8 +2,8 @@
 
 Sequences are compared window by window from their beginning. Those that agree so far are a group, and only groups
 of two or more go on. A group whose members all agree in a window is not sorted there, and its next window is
-wider. So each shared token is read about once. Large files are read region by region, in order, and then
-forgotten.
+wider. After the widest one its members are compared with its first, one by one, as far as all agree. So each
+shared token is read about once. Windows of large files are read region by region, in order, and then forgotten.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import numpy.typing as npt
 
 from radixrt.arrays import BoolArray, Int32Array, Int64Array
 
-WINDOWS = (32, 64, 128, 256, 512)  # tokens compared at a time; the next size after each window in which all agree
-CELLS = 1 << 23  # tokens compared at once
+WINDOWS = (32, 64)  # tokens compared at a time; the next size after each window in which all agree
+BLOCK = 512  # tokens of two sequences that are compared first, and four times as many each time they agree
+CELLS = 1 << 18  # tokens compared at once: they stay in a processor's cache
 ROWS = 1 << 17  # sequences sorted at once; with more of them the window is narrower
 REGION = 1 << 26  # tokens that may be resident at once
 
@@ -98,7 +99,8 @@ class _Sorting:
         self._forget = forget
         self._order = np.arange(len(starts), dtype=np.int64)
         self._shared = np.zeros(len(starts), dtype=np.int32)
-        self._todo = [_NONE for _ in WINDOWS]  # by the window that comes next
+        self._todo = [_NONE for _ in (*WINDOWS, "one by one")]  # by the window that comes next
+        self._num_read = 0  # tokens, one by one, since the last were forgotten
 
     def run(self) -> PrefixOrder:
         count = len(self._order)
@@ -107,6 +109,9 @@ class _Sorting:
         while any(map(len, self._todo)):
             level = next(i for i, groups in enumerate(self._todo) if len(groups))
             groups, self._todo[level] = self._todo[level], _NONE
+            if level == len(WINDOWS):
+                self._split_in_parts(_Groups(groups.begin, groups.end, self._common_depth(groups)))
+                continue
             for part in groups.parts(CELLS // WINDOWS[level]):
                 self._pass_or_split(part, level)
         return PrefixOrder(self._order, self._shared)
@@ -120,10 +125,46 @@ class _Sorting:
         are_equal = agrees & (end < groups.depth + window)  # the window shows where they end
         self._share(groups[are_equal], end[are_equal])
         go_on = groups[agrees & ~are_equal]
-        wider = min(level + 1, len(WINDOWS) - 1)
-        self._add(wider, _Groups(go_on.begin, go_on.end, go_on.depth + window))
-        differ = _Groups(groups.begin, groups.end, groups.depth + agreeing)[~agrees]
-        for part in differ.parts(ROWS):
+        self._add(level + 1, _Groups(go_on.begin, go_on.end, go_on.depth + window))
+        self._split_in_parts(_Groups(groups.begin, groups.end, groups.depth + agreeing)[~agrees])
+
+    def _common_depth(self, groups: _Groups) -> Int64Array:
+        """Leading tokens in which the sequences of each group agree, `[G]`, compared one by one."""
+        found = np.empty_like(groups.depth)
+        ranges = zip(groups.begin.tolist(), groups.end.tolist(), groups.depth.tolist(), strict=True)
+        for nth, (begin, end, depth) in enumerate(ranges):
+            members = self._order[begin:end]
+            places = (self._starts[members] + depth).tolist()
+            length = int((self._ends[members] - self._starts[members]).min()) - depth  # at most
+            first = self._tokens[places[0] : places[0] + length]
+            at, block = 0, BLOCK
+            while at < length:  # with the last one, which may differ early, block by block
+                block = min(block, length - at)
+                same = self._agree(first[at : at + block], places[-1] + at)
+                at += same
+                if same < block:
+                    length = at
+                block *= 4
+            for place in places[1:-1]:
+                if not length:
+                    break
+                length = self._agree(first[:length], place)
+            found[nth] = depth + length
+        return found
+
+    def _agree(self, first: npt.NDArray[np.uint32], place: int) -> int:
+        """In how many leading ones of so many tokens those from a place on agree."""
+        count = len(first)
+        self._num_read += count
+        if self._num_read > REGION:
+            self._forget()
+            self._num_read = count
+        differs = self._tokens[place : place + count] != first
+        at = int(differs.argmax())
+        return at if differs[at] else count
+
+    def _split_in_parts(self, groups: _Groups) -> None:
+        for part in groups.parts(ROWS):
             self._split(part)
 
     def _agreeing(self, groups: _Groups, window: int) -> Int64Array:

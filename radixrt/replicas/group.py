@@ -6,7 +6,7 @@ import itertools
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
@@ -31,10 +31,9 @@ from radixrt.limits import HANG_SECONDS, RunLimits
 from radixrt.output import RequestOutput
 from radixrt.planning.batch_plan import BatchPlan, plan_batch
 from radixrt.planning.cards import CARDS, shape_of
-from radixrt.planning.demands import Demands
 from radixrt.planning.shards import Pieces, pieces_of, shards
-from radixrt.planning.token_store import TokenStore
 from radixrt.replicas.links import Links, Processes, placements
+from radixrt.replicas.listed import Listed, listed_requests
 from radixrt.replicas.replica import Replica, ReplicaFigures
 from radixrt.schedule.activity import Activity
 from radixrt.schedule.request import Request
@@ -153,15 +152,15 @@ class ReplicaGroup:
             raise RadixrtError("a group answers one call at a time, and another one is not over")
         listed, _ = listed_prompts(prompts)
         call = next(self._calls)
-        outputs, requests = self._builder.build_all(listed, sampling_params, True, None, None, on_error, call=call)
+        outputs, found = listed_requests(self._builder, listed, sampling_params, on_error, call)
         work: _Work | None = None
         self._is_open = True
         try:
             yield from outputs
-            if not requests:
+            if not found.requests:
                 return
-            work = _Work(self, requests)
-            with tqdm(total=len(requests), unit=" requests", disable=not progress, file=sys.stderr) as bar:
+            work = _Work(self, found)
+            with tqdm(total=len(found.requests), unit=" requests", disable=not progress, file=sys.stderr) as bar:
                 while not work.is_done:
                     for output in work.step():
                         if output.cause is not None and on_error == "raise":
@@ -197,10 +196,10 @@ class ReplicaGroup:
 
         Raises DeviceLostError once no replica is left.
         """
-        outputs = self._receive()
+        outputs = self.received()
         if not outputs:
             self._links.wait([lane.link for lane in self.lanes if not lane.is_gone], WAIT_SECONDS)
-            outputs = self._receive()
+            outputs = self.received()
         return outputs
 
     def abort(self, request: Request) -> None:
@@ -312,7 +311,8 @@ class ReplicaGroup:
         if not self.lanes:
             raise RadixrtError("the group is closed")
 
-    def _receive(self) -> list[RequestOutput]:
+    def received(self) -> list[RequestOutput]:
+        """What has ended, as `step` without waiting."""
         outputs: list[RequestOutput] = []
         for lane in self.lanes:
             if not lane.is_gone:
@@ -341,10 +341,12 @@ class ReplicaGroup:
 class _Work:
     """The requests of a call, and where they run."""
 
-    def __init__(self, group: ReplicaGroup, requests: Sequence[Request]) -> None:
-        plan = plan_batch(TokenStore.of(request.prompt_ids for request in requests), _demands(requests))
-        self._group, self._requests, self._order = group, requests, plan.run.order
+    def __init__(self, group: ReplicaGroup, listed: Listed) -> None:
+        plan = plan_batch(listed.store, listed.demands)
+        self._group, self._requests = group, listed.requests
         self._pieces = group.pieces(plan)
+        self._which = plan.run.order[self._pieces.places].tolist()  # the request of each piece
+        self._has_parts = bool(self._pieces.is_part.any())
         self._handout = group.handout(self._pieces)
         self._at: dict[int | str, tuple[int, int]] = {}  # of requests that run: lane and piece
         self._partial = PartialOutputs()
@@ -373,8 +375,16 @@ class _Work:
                 self._at[requests[-1].id] = lane, piece
             if requests:
                 self._group.lanes[lane].submit(*requests)
+            ended += self._ended(self._group.received())  # a replica may wait until it is read
+        if not (self.is_done or ended):
+            ended += self._ended(self._group.step())
+        return [output for output in ended if output is not None]
+
+    def _ended(self, outputs: list[RequestOutput]) -> list[RequestOutput | None]:
+        """Note what replicas have ended or lost. Returns the outputs of prompts that have ended with it."""
+        ended: list[RequestOutput | None] = []
         lost: defaultdict[int, dict[int, RequestOutput]] = defaultdict(dict)  # by lane and piece
-        for output in [] if self.is_done else self._group.step():
+        for output in outputs:
             if (at := self._at.pop(output.id, None)) is None:
                 continue  # of a call that was left early
             lane, piece = at
@@ -385,15 +395,17 @@ class _Work:
                 ended.append(self._joined(piece, output))
         for lane, found in lost.items():
             ended += [self._joined(p, killed(found[p])) for p in self._handout.lose(lane, list(found))]
-        return [output for output in ended if output is not None]
+        return ended
 
     def _request(self, piece: int) -> tuple[Request, Part | None]:
         """A piece's prompt, and which answers to it it has, if not all."""
-        request = self._requests[int(self._order[self._pieces.places[piece]])]
-        return request, part_at(self._pieces, piece, request.params.n)
+        request = self._requests[self._which[piece]]
+        return request, part_at(self._pieces, piece, request.params.n) if self._has_parts else None
 
     def _joined(self, piece: int, output: RequestOutput) -> RequestOutput | None:
         """The output of a piece's prompt, once it is there."""
+        if not self._has_parts:
+            return output
         request, part = self._request(piece)
         if part is None:
             return output
@@ -409,14 +421,3 @@ class _Told:
 
     def to_json(self) -> dict[str, Any]:
         return dict(self._value)
-
-
-def _demands(requests: Sequence[Request]) -> Demands:
-    """What requests ask for, if each answer has its maximum of tokens."""
-    lengths = np.array([request.prompt_len for request in requests], np.int64)
-    return Demands.of(
-        lengths,
-        np.array([request.max_new_tokens for request in requests], np.int64),
-        np.array([request.params.n for request in requests], np.int64),
-        np.array([request.params.match_limit(request.prompt_len) for request in requests], np.int64),
-    )

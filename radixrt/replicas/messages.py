@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from radixrt import errors
+from radixrt.arrays import Int32Array
 from radixrt.batch.scan import parameters_as_json
 from radixrt.cache.prefix_cache import CacheStats
-from radixrt.cache.radix_tree import common_prefix
 from radixrt.errors import PassError
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, Timings, TokenLogprob, Usage
 from radixrt.sampling_params import SamplingParams
@@ -23,24 +23,25 @@ from radixrt.workers.channel import Message
 class Prepares(Protocol):
     """What makes requests of prompts: a `Runtime`."""
 
-    def prepare(
-        self, prompt: Any, sampling_params: SamplingParams | None = None, *, index: int, keep: int | None
-    ) -> Request: ...
+    def prepare(self, prompt: Any, sampling_params: SamplingParams | None = None, *, index: int) -> Request: ...
 
 
 def requests_message(requests: Sequence[Request]) -> Message:
     """Requests for a replica, without what it knows itself. Equal parameters are sent once, and so are the leading
     tokens that a prompt shares with the one before it.
     """
-    known: dict[SamplingParams, int] = {}
+    by_identity: dict[int, int] = {}  # often all are the same, and to hash them takes long
+    by_value: dict[SamplingParams, int] = {}
     params: list[dict[str, Any]] = []
     listed, own = [], [np.zeros(0, np.int32)]
     before = own[0]
     for request in requests:
-        if (nth := known.setdefault(request.params, len(params))) == len(params):
-            params.append(parameters_as_json(request.params))
-        most = min(len(before), request.prompt_len)
-        shared = common_prefix(before[:most], request.prompt_ids[:most]) if most else 0
+        if (known := by_identity.get(id(request.params))) is None:
+            known = by_identity[id(request.params)] = by_value.setdefault(request.params, len(params))
+            if known == len(params):
+                params.append(parameters_as_json(request.params))
+        nth = known
+        shared = _num_shared(before, request.prompt_ids)
         before = request.prompt_ids
         own.append(before[shared:])
         listed.append(
@@ -59,6 +60,16 @@ def requests_message(requests: Sequence[Request]) -> Message:
     return Message({"run": listed, "params": params}, np.concatenate(own))
 
 
+def _num_shared(a: Int32Array, b: Int32Array) -> int:
+    """How many leading tokens two prompts share, of which neither need be all of the other."""
+    most = min(len(a), len(b))
+    if not most:
+        return 0
+    differs = a[:most] != b[:most]
+    first = int(differs.argmax())
+    return first if differs[first] else most
+
+
 def requests_of(message: Message, runtime: Prepares) -> Iterator[Request | RequestOutput]:
     """The requests of such a message; an output in place of one that this runtime cannot run."""
     params = [SamplingParams(**given) for given in message.body["params"]]
@@ -67,33 +78,60 @@ def requests_of(message: Message, runtime: Prepares) -> Iterator[Request | Reque
         own, begin = message.numbers[begin : begin + length], begin + length
         ids = np.concatenate([ids[:shared], own]) if shared else own
         try:
-            request = runtime.prepare(ids, params[nth], index=index, keep=keep)
+            request = runtime.prepare(ids, params[nth], index=index)
         except (errors.PromptError, errors.ParameterError) as error:
             yield RequestOutput.refused(index, f"the prompt {error}", own_id)
         else:
-            yield replace(request, id=own_id, seed=seed, priority=priority, first_answer=first_answer)
+            yield replace(
+                request,
+                id=own_id,
+                seed=seed,
+                priority=priority,
+                first_answer=first_answer,
+                reusable_len=keep,
+            )
 
 
-def output_as_json(output: RequestOutput) -> dict[str, Any]:
-    """An output without its prompt, which the group has."""
+def ended_message(outputs: Sequence[RequestOutput], others: Mapping[str, Any]) -> Message:
+    """Outputs without their prompts, which the group has, and other JSON values. Token ids are no JSON: it takes
+    longer to write and to read.
+    """
+    ids = [token for output in outputs for answer in output.outputs for token in answer.token_ids]
+    return Message({"ended": list(map(_output_as_json, outputs)), **others}, np.array(ids, np.int32))
+
+
+def ended_of(message: Message) -> Iterator[tuple[Mapping[str, Any], list[tuple[int, ...]]]]:
+    """The outputs of such a message for `output_of`, each with the token ids of its answers."""
+    ids, at = message.numbers.tolist(), 0
+    for value in message.body["ended"]:
+        answers: list[tuple[int, ...]] = []
+        for answer in value["outputs"]:
+            answers.append(tuple(ids[at : at + answer[2]]))
+            at += answer[2]
+        yield value, answers
+
+
+def _output_as_json(output: RequestOutput) -> dict[str, Any]:
     return {
         "id": output.id,
         "outputs": [
-            [o.index, o.text, o.token_ids, str(o.finish_reason), o.matched, _logprobs(o.logprobs), o.error]
+            [o.index, o.text, len(o.token_ids), str(o.finish_reason), o.matched, _logprobs(o.logprobs), o.error]
             for o in output.outputs
         ],
-        "usage": astuple(output.usage),
-        "timings": astuple(output.timings),
+        "usage": _values(output.usage),
+        "timings": _values(output.timings),
         "prompt_logprobs": _logprobs(output.prompt_logprobs),
         "cause": None if output.cause is None else f"{type(output.cause).__name__}: {output.cause}",
     }
 
 
-def output_of(value: Mapping[str, Any], request: Request) -> RequestOutput:
+def output_of(value: Mapping[str, Any], token_ids: Sequence[tuple[int, ...]], request: Request) -> RequestOutput:
     """The output of a request, from a replica."""
     answers = tuple(
-        CompletionOutput(index, text, tuple(ids), FinishReason(reason), matched, _logprobs_of(logprobs), error)
-        for index, text, ids, reason, matched, logprobs, error in value["outputs"]
+        CompletionOutput(index, text, ids, FinishReason(reason), matched, _logprobs_of(logprobs), error)
+        for ids, (index, text, _, reason, matched, logprobs, error) in zip(
+            token_ids, value["outputs"], strict=True
+        )
     )
     return RequestOutput(
         index=request.index,
@@ -109,7 +147,12 @@ def output_of(value: Mapping[str, Any], request: Request) -> RequestOutput:
 
 def state_as_json(activity: Activity, stats: CacheStats, num_running: int) -> dict[str, Any]:
     """Counters of a replica."""
-    return {"activity": astuple(activity), "stats": astuple(stats), "running": num_running}
+    return {"activity": _values(activity), "stats": _values(stats), "running": num_running}
+
+
+def _values(numbers: Usage | Timings | Activity | CacheStats) -> list[Any]:
+    """Those of all fields, which are plain numbers: `astuple` would copy each."""
+    return list(vars(numbers).values())
 
 
 def _logprobs(logprobs: Sequence[TokenLogprob] | None) -> list[list[Any]] | None:

@@ -17,7 +17,7 @@ from radixrt.errors import RadixrtError, ReplicaLostError
 from radixrt.limits import RunLimits
 from radixrt.output import FinishReason, RequestOutput
 from radixrt.replicas.links import Link, Links
-from radixrt.replicas.messages import output_of, requests_message
+from radixrt.replicas.messages import ended_of, output_of, requests_message
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.activity import Activity
 from radixrt.schedule.request import Request
@@ -209,14 +209,14 @@ class Replica:
             if not self.is_ready:
                 self.link.send(requests_message([_trial()]))
         elif "ended" in body:
-            for value in body["ended"]:
+            for value, token_ids in ended_of(message):
                 if value["id"] == TRIAL:
-                    if (failure := output_of(value, _trial()).failure) is not None:
+                    if (failure := output_of(value, token_ids, _trial()).failure) is not None:
                         return self._lose(f"it cannot answer: {failure}")
                     self.is_ready = True
                 # What is not there was ended already, or sent twice.
                 if (request := self._unfinished.pop(value["id"], None)) is not None:
-                    outputs.append(output_of(value, request))
+                    outputs.append(output_of(value, token_ids, request))
                     self._has_answered = True
                 self._waiting.pop(value["id"], None)
             for request_id in body["begun"]:

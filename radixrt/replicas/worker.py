@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from radixrt.errors import DeviceLostError, RadixrtError
 from radixrt.output import RequestOutput
-from radixrt.replicas.messages import output_as_json, requests_of, state_as_json
+from radixrt.replicas.messages import ended_message, requests_of, state_as_json
 from radixrt.workers.channel import Channel, Message, error_as_json
 
 if TYPE_CHECKING:
@@ -86,9 +86,9 @@ class Server:
         if not (self._ended or needs_more) and now - self._told < BEAT and self._runtime.has_work:
             return None
         self._told = now
-        body = {"ended": list(map(output_as_json, self._ended)), "begun": self._begun, **self._state()}
+        message = ended_message(self._ended, {"begun": self._begun, **self._state()})
         self._ended, self._begun = [], []
-        return Message(body)
+        return message
 
     def _state(self) -> dict[str, Any]:
         runtime = self._runtime
@@ -113,16 +113,19 @@ def serve(channel: Channel, make: Callable[[dict[str, Any]], Runtime] = _runtime
         channel.send(Message({"refused": error_as_json(error)}))
         return
     with runtime:
-        server = Server(runtime)
+        server, told = Server(runtime), deque(messages[1:])
         channel.send(server.ready())
         try:
             while True:
-                for message in channel.receive():
-                    if (answer := server.handle(message)) is not None:
+                told += channel.receive()
+                while told:
+                    if (answer := server.handle(told.popleft())) is not None:
                         channel.send(answer)
+                    if server.has_work and all("run" in message.body for message in told):
+                        break  # the device waits: more requests are made while it computes
                 if channel.is_closed:
                     return
-                if not server.has_work:
+                if not (told or server.has_work):
                     channel.wait()
                 elif (news := server.step()) is not None:
                     channel.send(news)

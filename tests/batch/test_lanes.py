@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
 from radixrt.batch import lanes
 from radixrt.batch.dispatch import Dispatch
 from radixrt.batch.lanes import Handout
-from radixrt.planning.shards import Pieces, shards
+from radixrt.planning.shards import Pieces, Shards, shards
 
 
 @dataclass
@@ -33,6 +35,14 @@ def handout(count: int, own: list[FakeLane], first: int = 4) -> tuple[Handout, C
     return Handout(Dispatch(shards(Pieces.alike(count), len(own))), own, first, clock), clock
 
 
+def handed(found: Handout) -> dict[int, list[int]]:
+    """What each lane gets in all its turns."""
+    pieces: defaultdict[int, list[int]] = defaultdict(list)
+    for lane, own in found.next():
+        pieces[lane] += own
+    return dict(pieces)
+
+
 def test_one_lane_gets_a_block_whenever_few_wait() -> None:
     lane = FakeLane()
     found, _ = handout(5000, [lane])
@@ -46,35 +56,63 @@ def test_one_lane_gets_a_block_whenever_few_wait() -> None:
 def test_several_lanes_get_what_they_run_at_once_and_then_as_much_again() -> None:
     own = [FakeLane(), FakeLane()]
     found, _ = handout(10_000, own, first=100)
-    assert dict(found.next()) == {0: list(range(100)), 1: list(range(5000, 5100))}
+    assert handed(found) == {0: list(range(100)), 1: list(range(5000, 5100))}
     own[0].num_waiting = own[1].num_waiting = 100
     assert dict(found.next()) == {}
     # The first has begun all, the second some. Both may end what they compute in one pass.
     own[0].num_waiting, own[0].num_running = 0, 100
     own[1].num_waiting, own[1].num_running = 60, 40
-    assert {lane: len(pieces) for lane, pieces in found.next()} == {0: 100}
+    assert {lane: len(pieces) for lane, pieces in handed(found).items()} == {0: 100}
     own[0].num_running = 1  # what it computed has ended, and what waited has not begun
     own[0].num_waiting = 99
     own[1].num_waiting = 0
-    assert {lane: len(pieces) for lane, pieces in found.next()} == {0: 1, 1: 40}
+    assert {lane: len(pieces) for lane, pieces in handed(found).items()} == {0: 1, 1: 40}
 
 
 def test_answers_of_a_piece_run_together() -> None:
     own = [FakeLane(num_running=80), FakeLane(num_running=400)]
     clock = Clock()
     dispatch = Dispatch(shards(Pieces.alike(10_000), 2))
-    assert [len(pieces) for _, pieces in Handout(dispatch, own, 50, clock, answers=4.0).next()] == [20, 100]
+    assert {lane: len(own) for lane, own in handed(Handout(dispatch, own, 50, clock, answers=4.0)).items()} == {
+        0: 20,
+        1: 100,
+    }
 
 
 def test_half_of_a_range_can_be_taken_by_others() -> None:
     """In the end nothing that one lane has waits long while another one has nothing."""
     own = [FakeLane(num_running=1000), FakeLane(num_running=1000)]
     found, _ = handout(600, own)
-    handed = []
+    counts = []
     for _ in range(6):
-        handed.append([len(pieces) for lane, pieces in found.next() if lane == 0])
+        counts.append(len(handed(found)[0]))
         own[0].num_waiting = 0
-    assert handed == [[150], [75], [37], [lanes.LEAST_WAITING + 3], [lanes.LEAST_WAITING], [3]]
+    assert counts == [150, 75, 37, lanes.LEAST_WAITING + 3, lanes.LEAST_WAITING, 3]
+
+
+def test_lanes_get_theirs_in_turns() -> None:
+    """None waits for its first pieces until others have all of theirs, and none takes from others meanwhile."""
+    ranges = Shards(Pieces.alike(600), np.array([0, 100, 300, 600]))
+    found = Handout(Dispatch(ranges), [FakeLane() for _ in range(3)], 1000, Clock())
+    turns = [(lane, len(pieces)) for lane, pieces in found.next()]
+    at_once = lanes.HANDED_AT_ONCE
+    left, expected = [100, 200, 300], []
+    while any(left):
+        for lane in range(3):
+            if count := min(at_once, left[lane]):
+                expected.append((lane, count))
+                left[lane] -= count
+    assert turns == expected
+
+
+def test_a_lane_that_is_lost_between_its_turns_gets_no_more() -> None:
+    own = [FakeLane(), FakeLane()]
+    found, _ = handout(1000, own, first=1000)
+    given = []
+    for lane, pieces in found.next():
+        given += pieces if lane == 0 else []
+        own[0].is_ready = False
+    assert given == list(range(lanes.HANDED_AT_ONCE))
 
 
 @pytest.mark.parametrize("state", ["is gone", "starts"])

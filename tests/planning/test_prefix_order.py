@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,14 +70,16 @@ def test_prompts_stand_in_lexicographic_order(prompts: list[list[int]]) -> None:
 @given(
     prompts=prompt_lists(),
     windows=st.sampled_from([(4,), (4, 5, 8), (8, 16)]),
+    block=st.sampled_from([1, 3, 512]),
     cells=st.sampled_from([1, 8, 64]),
     rows=st.sampled_from([1, 4]),
 )
 def test_however_they_are_compared(
-    prompts: list[list[int]], windows: tuple[int, ...], cells: int, rows: int
+    prompts: list[list[int]], windows: tuple[int, ...], block: int, cells: int, rows: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ordering, "WINDOWS", windows)
+        patch.setattr(ordering, "BLOCK", block)
         patch.setattr(ordering, "CELLS", cells)
         patch.setattr(ordering, "ROWS", rows)
         check_order(prompts, order_of(prompts))
@@ -91,6 +94,40 @@ def test_region_by_region(prompts: list[list[int]], region: int) -> None:
         found = prefix_order(store.tokens, store.offsets[:-1], store.offsets[1:], lambda: forgotten.append(1))
     check_order(prompts, found)
     assert bool(forgotten) == (len(prompts) > 1 and len(store.tokens) > region)
+
+
+@given(
+    prompts=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 2)), min_size=3, max_size=8),
+    block=st.sampled_from([2, 512]),
+)
+def test_prompts_that_agree_for_long_part_where_the_first_of_them_does(
+    prompts: list[tuple[int, int]], block: int
+) -> None:
+    listed = [[5] * 10 + [1] * length + [token] * bool(token) for length, token in prompts]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ordering, "WINDOWS", (4,))
+        patch.setattr(ordering, "BLOCK", block)
+        check_order(listed, order_of(listed))
+
+
+def test_what_is_read_one_by_one_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never more than a region of it stays, and what many share is read about once."""
+    head = list(range(1000))
+    store = TokenStore.of([head + [n % 7] * (n % 3) for n in range(50)])
+    reads: list[list[int]] = [[]]
+    agree = ordering._Sorting._agree
+
+    def read(self: ordering._Sorting, first: npt.NDArray[np.uint32], place: int) -> int:
+        found = agree(self, first, place)
+        reads[-1].append(len(first))
+        return found
+
+    monkeypatch.setattr(ordering._Sorting, "_agree", read)
+    monkeypatch.setattr(ordering, "REGION", 5000)
+    prefix_order(store.tokens, store.offsets[:-1], store.offsets[1:], lambda: reads.append([]))
+    # The first one after each is read when it has been forgotten.
+    assert max(map(sum, reads)) <= 5000 + 1000
+    assert 40_000 < sum(map(sum, reads)) < 55_000
 
 
 @given(prompts=prompt_lists(), data=st.data())

@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 
 from radixrt.errors import DeviceLostError, ParameterError, PassError, PromptError, RadixrtError
 from radixrt.output import RequestOutput
-from radixrt.replicas.group import ReplicaGroup, _demands
-from radixrt.replicas.replica import MAX_RESTARTS
+from radixrt.replicas.group import ReplicaGroup
+from radixrt.replicas.listed import demands_of
+from radixrt.replicas.replica import MAX_RESTARTS, Replica
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.booking import Booking
+from radixrt.schedule.request import Request
 from tests.support.local_replicas import Killed, LocalLink, LocalLinks
 from tests.support.runtimes import SIZES, scheduled_runtime, simulated_runtime
 
@@ -397,7 +399,31 @@ def test_scored_prompts_are_planned_as_they_are_scheduled() -> None:
         requests = [runtime.prepare([1, 2, 3, 4, 1, 2, 3], each) for each in (*params, PARAMS)]
         limits = [answer.match_limit for answer in runtime.parts.scheduler.submit_all(requests)]
     assert limits == [request.params.match_limit(request.prompt_len) for request in requests]
-    assert _demands(requests).match_limits.tolist() == [max(0, limit) for limit in limits]
+    assert demands_of(requests).match_limits.tolist() == [max(0, limit) for limit in limits]
+
+
+def test_replicas_are_read_between_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that cannot send what has ended runs no passes, while others are handed all of theirs."""
+    done: list[str] = []
+    submit, receive = Replica.submit, Replica.receive
+
+    def submitted(self: Replica, *requests: Request) -> None:
+        done.append("submit")
+        submit(self, *requests)
+        links.advance()  # some have answers before others have their prompts
+
+    def received(self: Replica) -> list[RequestOutput]:
+        done.append("receive")
+        return receive(self)
+
+    links = LocalLinks(lambda: scheduled_runtime(pool_tokens=10_000, context_length=100))
+    with group_of(links, 3) as group:
+        monkeypatch.setattr(Replica, "submit", submitted)
+        monkeypatch.setattr(Replica, "receive", received)
+        assert len(group.generate(tree(600), SamplingParams(max_new_tokens=2))) == 600
+    turns = [index for index, what in enumerate(done) if what == "submit"]
+    assert len(turns) > 6
+    assert all(done[at + 1 : at + 4] == ["receive"] * 3 for at in turns)
 
 
 def test_an_error_of_the_first_start_is_raised() -> None:

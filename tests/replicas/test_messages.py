@@ -16,7 +16,8 @@ from radixrt.config import RuntimeConfig, config_as_json
 from radixrt.errors import ModelError, ParameterError, PassError
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, Timings, TokenLogprob, Usage
 from radixrt.replicas.messages import (
-    output_as_json,
+    ended_message,
+    ended_of,
     output_of,
     requests_message,
     requests_of,
@@ -46,7 +47,7 @@ def test_requests() -> None:
         ours.prepare([5], params, index=0),
         ours.prepare([5, 6], SamplingParams(seed=11, max_new_tokens=None), index=9, priority=-3),
     ]
-    sent[1] = replace(sent[1], seed=77)  # as of a later call
+    sent[1] = replace(sent[1], seed=77, params=replace(params))  # as of a later call, with equal parameters
     message = as_sent(requests_message(sent))
     assert len(message.body["params"]) == 2
     found = list(requests_of(message, theirs))
@@ -98,7 +99,11 @@ def test_outputs(cause: PassError | None) -> None:
         prompt_logprobs=logprobs[:1],
         cause=cause,
     )
-    back = output_of(json.loads(json.dumps(output_as_json(output))), request)
+    message = as_sent(ended_message([replace(output, outputs=output.outputs[:1]), output], {"begun": [7]}))
+    assert message.body["begun"] == [7]
+    one, both = (output_of(value, ids, request) for value, ids in ended_of(message))
+    assert one.outputs == output.outputs[:1]
+    back = both
     assert [getattr(back, each.name) for each in fields(back) if each.name not in ("prompt_ids", "cause")] == [
         getattr(output, each.name) for each in fields(output) if each.name not in ("prompt_ids", "cause")
     ]

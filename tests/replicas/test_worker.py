@@ -1,0 +1,92 @@
+"""What a replica does with messages that have come together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from radixrt.output import RequestOutput
+from radixrt.replicas.messages import requests_message
+from radixrt.replicas.worker import serve
+from radixrt.runtime import Runtime
+from radixrt.sampling_params import SamplingParams
+from radixrt.schedule.request import Request
+from radixrt.workers.channel import Message
+from tests.support.local_replicas import as_sent
+from tests.support.runtimes import scheduled_runtime
+
+
+class GivenChannel:
+    """Messages come as they are given, some at a time, and none is waited for in vain."""
+
+    def __init__(self, *given: list[Message]) -> None:
+        self.given, self.sent = list(given), list[Message]()
+        self.is_closed = False
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    def receive(self) -> list[Message]:
+        return self.given.pop(0) if self.given else []
+
+    def wait(self) -> None:
+        self.is_closed = not self.given
+
+
+def served(monkeypatch: pytest.MonkeyPatch, *given: list[Message]) -> tuple[list[str], dict[Any, int]]:
+    """What the Runtime of a replica is asked for, and how many tokens each request has got."""
+    runtime, done = scheduled_runtime(pool_tokens=1000, context_length=100), list[str]()
+    submit, step, abort = runtime.submit, runtime.step, runtime.abort
+
+    def submitted(*requests: Request, in_order: bool = False) -> None:
+        done.append(f"submit {len(requests)}")
+        submit(*requests, in_order=in_order)
+
+    def stepped() -> list[RequestOutput]:
+        done.append("step")
+        return step()
+
+    def aborted(request_id: Any) -> bool:
+        done.append("abort")
+        return abort(request_id)
+
+    for name, own in (("submit", submitted), ("step", stepped), ("abort", aborted)):
+        monkeypatch.setattr(runtime, name, own)
+    channel: Any = GivenChannel(*given)
+    made: list[Runtime] = []
+    serve(channel, lambda options: made.append(runtime) or runtime)
+    assert made == [runtime]
+    ended = [each for message in channel.sent for each in message.body.get("ended", ())]
+    return done, {each["id"]: each["outputs"][0][2] for each in ended}
+
+
+def messages(sizes: Iterable[int]) -> list[Message]:
+    source, params = scheduled_runtime(pool_tokens=1000, context_length=100), SamplingParams(max_new_tokens=3)
+    return [
+        as_sent(requests_message([source.prepare([1, 2, 3 + n], params, index=n) for n in range(size)]))
+        for size in sizes
+    ]
+
+
+def test_the_device_gets_work_before_all_requests_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, *others = messages([2, 3, 4])
+    done, tokens = served(monkeypatch, [Message({"config": {}})], [first, *others[:1]], others[1:])
+    assert done[:6] == ["submit 2", "step", "submit 3", "step", "submit 4", "step"]
+    assert list(tokens.values()) == [3] * 9
+
+
+def test_what_ends_requests_does_not_wait_for_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third = messages([2, 3, 1])
+    given = [first, second, Message({"abort": [second.body["run"][0][0]]}), third]
+    done, tokens = served(monkeypatch, [Message({"config": {}})], given)
+    assert done[:6] == ["submit 2", "submit 3", "abort", "step", "submit 1", "step"]
+    assert sorted(tokens.values()) == [0, 3, 3, 3, 3, 3]
+
+
+def test_messages_behind_the_first_one_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They came while the Runtime was not there yet."""
+    done, tokens = served(monkeypatch, [Message({"config": {}}), *messages([2])])
+    assert done[:2] == ["submit 2", "step"]
+    assert len(tokens) == 2
