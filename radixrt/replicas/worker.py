@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from radixrt.runtime import Runtime
     from radixrt.schedule.request import Request
 
+MADE_AT_ONCE = 512  # requests, between two passes: more than one begins
 BEAT = 0.2  # seconds, at most, between two messages while passes run
 
 
@@ -118,11 +119,15 @@ def serve(channel: Channel, make: Callable[[dict[str, Any]], Runtime] = _runtime
         try:
             while True:
                 told += channel.receive()
+                # Where the device has nothing to do, others are made once it computes the first ones.
+                left = MADE_AT_ONCE if server.has_work else 1
                 while told:
-                    if (answer := server.handle(told.popleft())) is not None:
+                    message = told.popleft()
+                    left -= len(message.body.get("run", ()))
+                    if (answer := server.handle(message)) is not None:
                         channel.send(answer)
-                    if server.has_work and all("run" in message.body for message in told):
-                        break  # the device waits: more requests are made while it computes
+                    if left <= 0 and server.has_work and all("run" in other.body for other in told):
+                        break
                 if channel.is_closed:
                     return
                 if not (told or server.has_work):

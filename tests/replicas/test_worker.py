@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from radixrt.output import RequestOutput
+from radixrt.replicas import worker
 from radixrt.replicas.messages import requests_message
 from radixrt.replicas.worker import serve
 from radixrt.runtime import Runtime
@@ -71,10 +72,12 @@ def messages(sizes: Iterable[int]) -> list[Message]:
 
 
 def test_the_device_gets_work_before_all_requests_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, *others = messages([2, 3, 4])
-    done, tokens = served(monkeypatch, [Message({"config": {}})], [first, *others[:1]], others[1:])
-    assert done[:6] == ["submit 2", "step", "submit 3", "step", "submit 4", "step"]
-    assert list(tokens.values()) == [3] * 9
+    """One message where it has none, and then so many requests that no pass wants more."""
+    monkeypatch.setattr(worker, "MADE_AT_ONCE", 5)
+    first, *others = messages([2, 3, 2, 4, 1])
+    done, tokens = served(monkeypatch, [Message({"config": {}})], [first, *others[:3]], others[3:])
+    assert done[:7] == ["submit 2", "step", "submit 3", "submit 2", "step", "submit 4", "submit 1"]
+    assert list(tokens.values()) == [3] * 12
 
 
 def test_what_ends_requests_does_not_wait_for_passes(monkeypatch: pytest.MonkeyPatch) -> None:
