@@ -22,7 +22,7 @@ fresh one, which the next pass reads.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -58,6 +58,7 @@ class States:
         self.own, self.at = np.zeros((2, max_requests), np.int32)
         self.kept: dict[int, Node] = {}
         self.host: HostStates | None = None
+        self.next_use: Callable[[Node], int | None] = lambda node: None  # nobody waits
         # Of kept ones with which no lease has begun yet: of ends of answers, and those that others wait for.
         self.ends, self.unused = set[int](), set[int]()
         self.pending: deque[tuple[int, int]] = deque()  # after which pass, and which state
@@ -213,14 +214,26 @@ class States:
         missing = count - self.allocator.num_free - len(self.pending)
         if missing <= 0:
             return
-        protects = 2 * len(self.unused) <= len(self.kept)
         candidates = sorted(
-            (state not in self.ends, protects and state in self.unused, self.kept[state].last_access, state)
+            (state not in self.ends, self.kept[state].last_access, state)
             for state in (self.ends if ends_only else self.kept)
             if not self._readers[state]
         )
-        for *_, state in candidates[:missing]:
+        uses: dict[int, int] = {}  # by state, the next one
+        for *_, state in candidates:
+            use = self.next_use(self.kept[state])
+            if use is not None:
+                uses[state] = use
+                continue
             self._forget(self.kept[state], passes)
+            missing -= 1
+            if not missing:
+                return
+        if not ends_only:
+            soonest = min(uses.values(), default=0)
+            worth = {state: self.kept[state].beyond_state / (1 + use - soonest) for state, use in uses.items()}
+            for state in sorted(uses, key=worth.__getitem__)[:missing]:
+                self._forget(self.kept[state], passes)
 
     def figures(self) -> dict[str, int]:
         """Those of `CacheStats`, by their names there; another thread may look while this one works."""

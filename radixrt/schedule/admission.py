@@ -87,6 +87,8 @@ class Admission:
         self.paced: Callable[[Iterable[Any]], Iterable[Any]] = iter  # walks a long list
         self._neighbours = Neighbours()  # of those that wait, where states are kept
         self._cache, self._config = cache, config
+        if cache.states is not None:
+            cache.states.next_use = self._neighbours.next_use
 
     def admit(self, budget: int, places: int) -> list[ExtendChunk]:
         """Admit at most `places` answers and return their first chunks, of at most `budget` tokens in all."""
