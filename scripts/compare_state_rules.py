@@ -21,6 +21,7 @@ from radixrt.planning.batch_plan import BatchPlan, plan_batch
 from radixrt.planning.demands import Demands
 from radixrt.planning.rehearsal import rehearse
 from radixrt.planning.token_store import TokenStore
+from radixrt.schedule.policy import SchedulePolicy
 from radixrt.workloads import lists
 from radixrt.workloads.lists import WorkloadPrompt
 from scripts.bench_batch_plan import random_tree
@@ -48,7 +49,7 @@ RULES: dict[str, Rule] = {
     "vLLM align, unit 64": Blocks(match_unit=64),
     "vLLM all": EveryBlock(),
 }
-OURS, WITHOUT_STATES = "radixrt", "radixrt, KV alone"
+OURS, WITHOUT_STATES, BY_MATCH = "radixrt", "radixrt, KV alone", "radixrt, longest match"
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ def compare(
 ) -> HitRates:
     """Run a list by each rule; those of others with that many requests at once, and with one after the other.
 
-    `radixrt, KV alone`: as a model without states.
+    `radixrt, KV alone`: as a model without states. `radixrt, longest match`: what waits is ranked by its match, each
+    request having come by itself; the others are served in this order.
     """
     limits = limits_of(plan, setting, running, chunk)
     in_file = np.arange(len(plan))
@@ -103,6 +105,7 @@ def compare(
         name: rehearse(plan.store, order, plan.demands, within, keep).hit_rate
         for name, within in ((OURS, limits), (WITHOUT_STATES, replace(limits, num_states=0)))
     }
+    rates[BY_MATCH] = rehearse(plan.store, order, plan.demands, limits, policy=SchedulePolicy.LPM).hit_rate
     alone = replace(limits, max_running_requests=1)
     for rule_name, rule in rules.items():
         for kind, within in (("", limits), (", one by one", alone)):
