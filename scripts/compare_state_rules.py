@@ -25,6 +25,7 @@ from radixrt.schedule.policy import SchedulePolicy
 from radixrt.workloads import lists
 from radixrt.workloads.lists import WorkloadPrompt
 from scripts.bench_batch_plan import random_tree
+from scripts.state_bound import most_found
 from scripts.state_rules import Blocks, Branches, EveryBlock, RequestEnds, Rule, simulate
 
 LISTS: dict[str, Callable[[], list[WorkloadPrompt]]] = {
@@ -50,6 +51,7 @@ RULES: dict[str, Rule] = {
     "vLLM all": EveryBlock(),
 }
 OURS, WITHOUT_STATES, BY_MATCH = "radixrt", "radixrt, KV alone", "radixrt, longest match"
+AT_MOST = "any rule, in this order"
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ def compare(
     """Run a list by each rule; those of others with that many requests at once, and with one after the other.
 
     `radixrt, KV alone`: as a model without states. `radixrt, longest match`: what waits is ranked by its match, each
-    request having come by itself; the others are served in this order.
+    request having come by itself; the others are served in this order. `any rule, in this order`: no choice of what
+    is kept beside those that run finds more.
     """
     limits = limits_of(plan, setting, running, chunk)
     in_file = np.arange(len(plan))
@@ -106,6 +109,7 @@ def compare(
         for name, within in ((OURS, limits), (WITHOUT_STATES, replace(limits, num_states=0)))
     }
     rates[BY_MATCH] = rehearse(plan.store, order, plan.demands, limits, policy=SchedulePolicy.LPM).hit_rate
+    rates[AT_MOST] = most_found(plan, order, limits.num_states - running) / plan.statistics.prompt_tokens
     alone = replace(limits, max_running_requests=1)
     for rule_name, rule in rules.items():
         for kind, within in (("", limits), (", one by one", alone)):

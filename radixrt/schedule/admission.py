@@ -209,6 +209,8 @@ class Admission:
     def enqueue(self, answer: Answer) -> None:
         """Put an answer in its place in the queue, after those that share it."""
         bisect.insort(self.waiting, answer, key=place_of)
+        if self._cache.keeps_states:
+            self._neighbours.add([answer])
 
     def leave_queue(self, answer: Answer) -> None:
         at = bisect.bisect_left(self.waiting, answer.place, key=place_of)
