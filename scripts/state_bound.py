@@ -12,19 +12,15 @@ ROUNDS = 1000
 
 
 def most_found(plan: BatchPlan, order: Int64Array, num_kept: int) -> float:
-    """No more prompt tokens than that can be found, whatever is kept, by who knows all that comes.
+    """The most prompt tokens that can be found, whatever is kept, by who knows all that comes.
 
-    A request leaves states at all nodes of its path for nothing, and begins with one that was kept since the request
-    before there. What is kept is a linear program: one of these for each request, and while any request begins no
-    more than `num_kept` of all, its own one included. Its dual, with a price for a place at each time, is an upper bound for any prices;
-    these go up where too much is kept, and down elsewhere (subgradients), to within 0.1 % of the optimum for
-    `judging`.
+    A request leaves states at all nodes of its path for nothing, and begins with one that was kept since the last
+    request there. What is kept is a linear program: one of these for each request, and no more than `num_kept` of
+    all while any request begins, its own included. Its dual, with a price for a place at each time, is an upper
+    bound whatever the prices are. They go up where too much is kept, and down elsewhere.
     """
     paths, limits = paths_of(plan), plan.demands.match_limits
-    before, uses = (
-        dict[int, int](),
-        list[tuple[int, int, int]](),
-    )  # from which place to which, and the tokens it saves
+    before, uses = dict[int, int](), list[tuple[int, int, int]]()  # from which place to which; what it saves
     for place, number in enumerate(order.tolist()):
         for node, end in paths[number]:
             if node in before:

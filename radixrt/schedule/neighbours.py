@@ -44,9 +44,9 @@ class Neighbours:
                 self._users.clear()
 
     def next_use(self, node: Node) -> int | None:
-        """The number, by arrival, of the first answer here that may begin with the state of a node; None: none may.
+        """The number, by arrival, of the first answer here that may begin with a node's state; None: none may.
 
-        Those that came since it was first asked for count once the others have gone.
+        Those that came after it was first asked for count once the others have gone.
         """
         known, users, added = self._users.get(node.state, (None, [], -1))
         while users and users[-1] not in self._keys:
