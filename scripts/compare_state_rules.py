@@ -98,8 +98,8 @@ def compare(
     """Run a list by each rule; those of others with that many requests at once, and with one after the other.
 
     `radixrt, KV alone`: as a model without states. `radixrt, longest match`: each request has come by itself, and
-    what waits is ranked by its match; all others serve them in this order. `any rule, in this order`: the most that
-    whoever knows all of it can find, by the choice of what is kept beside so many that run.
+    what waits is ranked by its match; all others serve them in this order. `any rule, in this order`: the most
+    that can be found by who knows all of it, and chooses what is kept beside so many that run.
     """
     limits = limits_of(plan, setting, running, chunk)
     in_file = np.arange(len(plan))

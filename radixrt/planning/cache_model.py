@@ -150,10 +150,8 @@ class _Model:
         self.stretches: list[tuple[float, int, float, float]] = []
         self.states = KeptStates(limits.num_states) if limits.num_states else None
         self.to_come: list[int] = (tree.end - tree.begin).tolist()  # prompts below each node that have not begun
-        self.places = places  # in the run, of the prompts in lexicographic order
-        self.sequences: list[tuple[int, int]] = [
-            *zip(tree.begin.tolist(), tree.end.tolist(), strict=True)
-        ]  # of these
+        self.places = places  # in the run, of the prompts in lexicographic order, of which each node has a part
+        self.part: list[tuple[int, int]] = [*zip(tree.begin.tolist(), tree.end.tolist(), strict=True)]
         self.places_below: dict[int, list[int]] = {}  # of nodes that have had a state, ascending
 
     def run_all(self, above: int, length: int, limit: int, growth: int, num_answers: int, keep: int | None) -> int:
@@ -287,7 +285,7 @@ class _Model:
             return len(self.places)
         below = self.places_below.get(node)
         if below is None:
-            below = self.places_below[node] = sorted(self.places[slice(*self.sequences[node])].tolist())
+            below = self.places_below[node] = sorted(self.places[slice(*self.part[node])].tolist())
         return below[-self.to_come[node]]
 
     def _common(self, node: int, other: int) -> int:

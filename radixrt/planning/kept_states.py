@@ -12,8 +12,8 @@ from radixrt.cache.states import FOR_FRESH
 
 
 class KeptStates:
-    """States at nodes, of `num_states` in all. First go those whose next use is farthest, and of these that which was
-    used longest ago.
+    """States at nodes, of `num_states` in all. Those whose next use is farthest go first, and of these
+    that which was used longest ago.
     """
 
     def __init__(self, num_states: int) -> None:

@@ -271,65 +271,6 @@ def test_a_retracted_answer_waits_for_its_states() -> None:
     assert states.next_use(node) == answer.arrival
 
 
-def test_what_others_wait_for_stays() -> None:
-    """First go ends, then what nobody waits for, however late it was used, then what saves least for the
-    time until its next use.
-    """
-    tree = RadixTree()
-
-    def node(above: Node, first: int, length: int) -> Node:
-        tokens = np.arange(first, first + length, dtype=np.int32)
-        return tree.insert(above, tokens, tokens)[0]
-
-    root = tree.root(DEFAULT_NAMESPACE)
-    head = node(root, 1, 100)
-    soon, late, long = node(head, 200, 30), node(head, 300, 30), node(node(head, 400, 70), 500, 20)
-    awaited_end, nobody, later, end = (node(root, 1000 * i, 50) for i in range(1, 5))
-    uses = {head: 12, soon: 10, late: 30, long: 30, awaited_end: 20}
-    states = States(SlotAllocator(9), 4)
-    states.next_use = uses.get
-    for at in (head, soon, late, long, awaited_end, nobody, later, end):
-        taken = states.allocator.alloc(1)
-        assert taken is not None
-        states.keep(int(taken[0]), at)
-    states.ends |= {awaited_end.state, end.state}
-    states.unused |= {head.state, soon.state}
-    tree.touch(nobody)
-    states.make_room(3, (0, 0), ends_only=True)
-    assert end.state == 0
-    assert states.allocator.num_free == 1, "the other end is waited for"
-    gone = []
-    for count in range(2, 9):
-        before = set(states.kept.values())
-        states.make_room(count, (0, 0))
-        gone += before - set(states.kept.values())
-    # Tokens for the time from the soonest use on: 30 / 21, 90 / 21, 50 / 11, 30 / 1, 100 / 3.
-    assert gone == [later, nobody, late, long, awaited_end, soon, head]
-
-
-def test_few_states_in_the_order_of_a_file() -> None:
-    """Groups whose members stand far apart, with many more nodes than states."""
-    shape = judging(questions=40, rubric_len=300, question_len=(80, 120), answer_len=(60, 100), new_tokens=(8, 16))
-    store = TokenStore.of([prompt.prompt_ids for prompt in shape])
-    demands = Demands.of(store.lengths, np.array([prompt.max_new_tokens for prompt in shape]))
-    limits = RunLimits(200_000, max_running_requests=8, chunked_prefill_size=1024)
-    limits = replace(limits, num_states=limits.of_pass.num_rows + 24)
-    assert rehearse(store, np.arange(len(store)), demands, limits).hit_rate > 0.8  # 0.84; by last use 0.73
-
-
-def test_a_retracted_answer_waits_for_its_states() -> None:
-    """At once: other answers may be about to extend."""
-    engine, cache, states = engine_of(30, chunk=64)
-    engine.submit_all([request(5, tokens_of(0, 200), new=30)])
-    for _ in range(3):
-        engine.step()
-    answer = engine.scheduler.running[0]
-    node = cache.tree.match(DEFAULT_NAMESPACE, answer.tokens()).node
-    assert states.next_use(node) is None
-    engine.scheduler.retract(answer)
-    assert states.next_use(node) == answer.arrival
-
-
 def test_what_lacks_a_state_is_counted() -> None:
     """KV of what two share is there when the second one comes, and the state is there for the third one."""
     engine, cache, _ = engine_of(30)
