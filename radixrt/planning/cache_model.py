@@ -167,12 +167,10 @@ class _Model:
         found = self.run(above, length, limit, growth, while_others_wait if many else keep)
         if many:
             if self.states is not None:
-                self.states.leave(above, self.ready[above], 0)
+                self.states.leave(above, self.ready[above], self._next_use(above))
             # The others begin with the token that was drawn after the prompt.
             for left in range(num_answers - 2, -1, -1):
                 self.run(above, length + 1, length, growth - 1, while_others_wait if left else keep)
-            if self.states is not None:
-                self.states.use_next(above, self._next_use(above))
         return found
 
     def run(self, above: int, length: int, limit: int, growth: int, keep: int | None) -> int:
