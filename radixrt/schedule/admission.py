@@ -101,7 +101,9 @@ class Admission:
             return chunks
         promised = self._promised()
         if cache.states is not None and cache.keeps_states:
-            cache.states.make_room(self._num_fitting(budget, places), cache.passes, ends_only=True)
+            # What goes is free only once passes in flight have ended: for those that begin with the next one, too.
+            count = self._num_fitting(budget, places) * (1 + cache.in_flight)
+            cache.states.make_room(count, cache.passes, ends_only=True)
             self._neighbours.add(waiting[: config.max_ranked + MAX_LOOK_AHEAD])
         more_urgent = 0  # answers at the head of the queue that were passed over
         loads = config.max_loaded_chunks * config.chunked_prefill_size
@@ -162,7 +164,7 @@ class Admission:
         for answer in self.waiting[:places]:
             if budget <= 0:
                 break
-            budget -= answer.known_len
+            budget -= answer.known_len - answer.match_in(self._cache).usable_length()
             count += 1
         return count
 

@@ -20,7 +20,7 @@ from radixrt.planning.simulated import ConstantRunner, DistinctRunner, simulated
 from radixrt.planning.token_store import TokenStore
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.request import Request
-from radixrt.workloads.lists import judging
+from radixrt.workloads.lists import classification, judging
 
 
 def engine_of(
@@ -149,6 +149,19 @@ def test_requests_do_not_wait_for_states_one_by_one() -> None:
         run = rehearse(store, np.arange(len(store)), demands, replace(limits, num_states=num_states))
         passes.append(run.passes)
     assert passes[1] < 1.5 * passes[0]
+
+
+def test_ends_make_room_for_all_that_begin() -> None:
+    """Short answers, where all states are those of ends: as many begin with each pass as find a prefix and fit."""
+    shape = classification(requests=1000, instruction_len=400, text_len=(10, 20))
+    store = TokenStore.of([prompt.prompt_ids for prompt in shape])
+    demands = Demands.of(store.lengths, np.array([prompt.max_new_tokens for prompt in shape]))
+    limits = RunLimits(200_000, max_running_requests=64, chunked_prefill_size=2048)
+    passes = []
+    for num_states in (0, limits.of_pass.num_rows + 12):
+        run = rehearse(store, np.arange(len(store)), demands, replace(limits, num_states=num_states))
+        passes.append(run.passes)
+    assert passes[1] < 1.2 * passes[0]
 
 
 def test_nobody_waits_for_the_one_token_that_all_begin_with() -> None:
