@@ -21,9 +21,11 @@ from radixrt.planning.batch_plan import BatchPlan, plan_batch
 from radixrt.planning.demands import Demands
 from radixrt.planning.rehearsal import rehearse
 from radixrt.planning.token_store import TokenStore
+from radixrt.schedule.policy import SchedulePolicy
 from radixrt.workloads import lists
 from radixrt.workloads.lists import WorkloadPrompt
 from scripts.bench_batch_plan import random_tree
+from scripts.state_bound import most_found
 from scripts.state_rules import Blocks, Branches, EveryBlock, RequestEnds, Rule, simulate
 
 LISTS: dict[str, Callable[[], list[WorkloadPrompt]]] = {
@@ -48,7 +50,8 @@ RULES: dict[str, Rule] = {
     "vLLM align, unit 64": Blocks(match_unit=64),
     "vLLM all": EveryBlock(),
 }
-OURS, WITHOUT_STATES = "radixrt", "radixrt, KV alone"
+OURS, WITHOUT_STATES, BY_MATCH = "radixrt", "radixrt, KV alone", "radixrt, longest match"
+AT_MOST = "any rule, in this order"
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,9 @@ def compare(
 ) -> HitRates:
     """Run a list by each rule; those of others with that many requests at once, and with one after the other.
 
-    `radixrt, KV alone`: as a model without states.
+    `radixrt, KV alone`: as a model without states. `radixrt, longest match`: each request has come by itself, and
+    what waits is ranked by its match; all others serve them in this order. `any rule, in this order`: the most
+    that can be found by who knows all of it, and chooses what is kept beside so many that run.
     """
     limits = limits_of(plan, setting, running, chunk)
     in_file = np.arange(len(plan))
@@ -103,6 +108,8 @@ def compare(
         name: rehearse(plan.store, order, plan.demands, within, keep).hit_rate
         for name, within in ((OURS, limits), (WITHOUT_STATES, replace(limits, num_states=0)))
     }
+    rates[BY_MATCH] = rehearse(plan.store, order, plan.demands, limits, policy=SchedulePolicy.LPM).hit_rate
+    rates[AT_MOST] = most_found(plan, order, limits.num_states - running) / plan.statistics.prompt_tokens
     alone = replace(limits, max_running_requests=1)
     for rule_name, rule in rules.items():
         for kind, within in (("", limits), (", one by one", alone)):

@@ -144,7 +144,7 @@ def simulate(plan: BatchPlan, order: Int64Array, limits: RunLimits, rule: Rule) 
     Raises:
         ValueError: a request does not fit in the pool, or a block not in the budget.
     """
-    asked, paths = plan.demands, _paths(plan)
+    asked, paths = plan.demands, paths_of(plan)
     cache = _Cache(limits.pool_tokens, limits.num_states)
     waiting, prefilling = deque(int(number) for number in order), deque[Running]()
     ends, numbers = list[tuple[int, int, Running]](), count()
@@ -187,7 +187,7 @@ def simulate(plan: BatchPlan, order: Int64Array, limits: RunLimits, rule: Rule) 
     return hits
 
 
-def _paths(plan: BatchPlan) -> dict[int, list[tuple[int, int]]]:
+def paths_of(plan: BatchPlan) -> dict[int, list[tuple[int, int]]]:
     """Of each prompt by its number: the nodes of its path and where they end, its own tokens included."""
     depth, parent = plan.tree.depth.tolist(), plan.tree.parent.tolist()
     paths = {}

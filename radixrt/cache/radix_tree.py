@@ -70,6 +70,24 @@ class Node:
         """Whether there is one in either tier."""
         return self.state > 0 or self.host_state > 0
 
+    @property
+    def beyond_state(self) -> int:
+        """Tokens from the last state above to where it ends."""
+        count, above = len(self.tokens), self.parent
+        while above is not None and not above.has_state:
+            count += len(above.tokens)
+            above = above.parent
+        return count
+
+    @property
+    def path_tokens(self) -> Tokens:
+        """All tokens from its root to where it ends: `[n]`."""
+        parts, node = [self.tokens], self.parent
+        while node is not None:
+            parts.append(node.tokens)
+            node = node.parent
+        return np.concatenate(parts[::-1])
+
 
 def is_leaf(node: Node, tier: int) -> bool:
     """Whether a node can leave a tier."""

@@ -22,7 +22,7 @@ fresh one, which the next pass reads.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -40,9 +40,9 @@ FEWEST = 2  # tokens, before which there is no stop and no wait: all prompts of 
 class States:
     """Lends states to leases, and keeps some at nodes; `PrefixCache` says when.
 
-    Kept states make room for others: first ends of answers that nobody has gone on from, then those whose node was
-    used longest ago, but never one that a lease is about to begin with. Those that were left for others, and are
-    not used yet, stay longest, unless they are most of all.
+    Kept states make room for others, but never one that a lease is about to begin with. First go those that nobody
+    waits for: of these ends of answers, and then what was used longest ago. Of the others, that goes first which
+    saves fewest tokens for the time until its next use.
 
     Attributes:
         own: by the row of a lease, int32 `[max_requests]`: the state that its passes may overwrite.
@@ -50,6 +50,8 @@ class States:
         kept: by state, the node that has it.
         version: changes whenever a node gets a state, or loses one.
         given_up_unused: how many that were left where prompts part were given up before a lease began with them.
+        next_use: the number, by arrival, of the first request that waits and may begin with a node's state; None
+            where there is none.
         host: the states in host memory, if there is a tier of them.
     """
 
@@ -58,7 +60,8 @@ class States:
         self.own, self.at = np.zeros((2, max_requests), np.int32)
         self.kept: dict[int, Node] = {}
         self.host: HostStates | None = None
-        # Of kept ones with which no lease has begun yet: of ends of answers, and those that others wait for.
+        self.next_use: Callable[[Node], int | None] = lambda node: None  # nobody waits
+        # Of kept ones with which no lease has begun yet: of ends of answers, and those that were left for others.
         self.ends, self.unused = set[int](), set[int]()
         self.pending: deque[tuple[int, int]] = deque()  # after which pass, and which state
         self.fresh: dict[int, dict[int, int]] = {}  # by row, those that were left and not published, by position
@@ -208,19 +211,31 @@ class States:
 
     def make_room(self, count: int, passes: tuple[int, int], *, ends_only: bool = False) -> None:
         """Let `count` states be free, now or once passes in flight have ended, by giving up those that are needed
-        least, of ends of answers alone or of any kept ones, as far as there are some.
+        least, as far as there are some. `ends_only`: ends of answers that nobody waits for.
         """
         missing = count - self.allocator.num_free - len(self.pending)
         if missing <= 0:
             return
-        protects = 2 * len(self.unused) <= len(self.kept)
         candidates = sorted(
-            (state not in self.ends, protects and state in self.unused, self.kept[state].last_access, state)
+            (state not in self.ends, self.kept[state].last_access, state)
             for state in (self.ends if ends_only else self.kept)
             if not self._readers[state]
         )
-        for *_, state in candidates[:missing]:
+        uses: dict[int, int] = {}  # by state, the next one
+        for *_, state in candidates:
+            use = self.next_use(self.kept[state])
+            if use is not None:
+                uses[state] = use
+                continue
             self._forget(self.kept[state], passes)
+            missing -= 1
+            if not missing:
+                return
+        if not ends_only:
+            soonest = min(uses.values(), default=0)
+            worth = {state: self.kept[state].beyond_state / (1 + use - soonest) for state, use in uses.items()}
+            for state in sorted(worth, key=worth.__getitem__)[:missing]:
+                self._forget(self.kept[state], passes)
 
     def figures(self) -> dict[str, int]:
         """Those of `CacheStats`, by their names there; another thread may look while this one works."""

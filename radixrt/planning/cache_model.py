@@ -95,7 +95,9 @@ def model_run(
     tree = tree.with_leaves(np.flatnonzero(is_node), asked.lengths[is_node])
     asked = demands[run]
     above = tree.leaf_parent[place[run]].tolist()
-    model = _Model(tree, limits)
+    places = np.zeros(len(run), dtype=np.int64)
+    places[place[run]] = np.arange(len(run))
+    model = _Model(tree, limits, places)
     found = [
         model.run_all(*prompt)
         for prompt in zip(
@@ -116,7 +118,7 @@ def model_run(
 class _Model:
     """The state of a run. Nodes have the numbers of the tree; the leaf of an ended request gets the next one."""
 
-    def __init__(self, tree: PrefixTree, limits: RunLimits) -> None:
+    def __init__(self, tree: PrefixTree, limits: RunLimits, places: Int64Array) -> None:
         self.parent: list[int] = tree.parent.tolist()
         self.size: list[int] = tree.num_tokens.tolist()
         self.depth: list[int] = tree.depth.tolist()
@@ -148,19 +150,24 @@ class _Model:
         self.stretches: list[tuple[float, int, float, float]] = []
         self.states = KeptStates(limits.num_states) if limits.num_states else None
         self.to_come: list[int] = (tree.end - tree.begin).tolist()  # prompts below each node that have not begun
+        self.places = places  # in the run, of the prompts in lexicographic order, of which each node has a part
+        self.part: list[tuple[int, int]] = [*zip(tree.begin.tolist(), tree.end.tolist(), strict=True)]
+        self.places_below: dict[int, list[int]] = {}  # of nodes that have had a state, ascending
 
     def run_all(self, above: int, length: int, limit: int, growth: int, num_answers: int, keep: int | None) -> int:
         """Admit all answers to a prompt; see `run`. Returns the tokens of it found in the cache."""
         node = above
         while self.states is not None and node:
             self.to_come[node] -= 1
+            if self.states.ready(node) is not None:
+                self.states.use_next(node, self._next_use(node))
             node = self.parent[node]
         while_others_wait = None if keep is None else length
         many = num_answers > 1 and growth > 0  # an answer of one token ends with the first one's
         found = self.run(above, length, limit, growth, while_others_wait if many else keep)
         if many:
             if self.states is not None:
-                self.states.leave(above, self.ready[above])
+                self.states.leave(above, self.ready[above], self._next_use(above))
             # The others begin with the token that was drawn after the prompt.
             for left in range(num_answers - 2, -1, -1):
                 self.run(above, length + 1, length, growth - 1, while_others_wait if left else keep)
@@ -213,7 +220,7 @@ class _Model:
             self.begun[node] = start if first == last else -1
         if self.states is not None:
             if in_tree - found >= LEAST_GAIN:
-                self.states.leave(leader, start + UNTIL_PUBLISHED)
+                self.states.leave(leader, start + UNTIL_PUBLISHED, self._next_use(leader))
             self._leave_for_others(self.states, above, found, start + UNTIL_PUBLISHED)
         self.clock += 1
         self.last_access[above] = self.clock
@@ -252,8 +259,6 @@ class _Model:
                 node = self.parent[node]
         if coming is not None and min(limit, self.depth[coming]) - self.depth[node] >= LEAST_GAIN:
             node, now = coming, states.ready(coming) or now
-        if node:
-            states.use(node)
         return min(limit, self.depth[node]), now
 
     def _leave_for_others(self, states: KeptStates, node: int, found: int, ready: int) -> None:
@@ -268,9 +273,18 @@ class _Model:
             node = self.parent[node]
         for node, others in reversed(partings):
             if (self.depth[node] - found) * others >= LEAST_GAIN // 4 and self.depth[node] >= FEWEST:
-                states.leave(node, ready)
+                states.leave(node, ready, self._next_use(node))
                 found = self.depth[node]
         states.make_room(len(self.active) + 1)
+
+    def _next_use(self, node: int) -> int:
+        """The place of the next prompt below a node; after all others, if there is none."""
+        if not self.to_come[node]:
+            return len(self.places)
+        below = self.places_below.get(node)
+        if below is None:
+            below = self.places_below[node] = sorted(self.places[slice(*self.part[node])].tolist())
+        return below[-self.to_come[node]]
 
     def _common(self, node: int, other: int) -> int:
         """The deepest common ancestor of two nodes."""

@@ -46,26 +46,29 @@ def rehearse(
     demands: Demands,
     limits: RunLimits,
     keep: Int32Array | None = None,
+    policy: SchedulePolicy = SchedulePolicy.FCFS,
 ) -> Rehearsal:
-    """Run the prompts of a store first come, first served, in the given order.
+    """Run the prompts of a store, each of which comes by itself, in the given order.
 
     Args:
         order: `[N]` numbers of prompts, none of them empty.
         demands: of all prompts of the store.
         keep: `[N]` leading tokens of the prompt at each place that prompts after it need; None: nobody knows.
+        policy: how those that wait are ranked.
 
     Raises:
         ValueError: a request does not fit in the pool.
     """
     asked = demands[order]
     longest = int((asked.lengths + asked.new_tokens).max(initial=1))
-    engine = simulated_engine(DistinctRunner(), limits, longest, SchedulePolicy.FCFS)
+    engine = simulated_engine(DistinctRunner(), limits, longest, policy)
     scheduler, cache = engine.scheduler, engine.scheduler.cache
     batches = _requests(store, order, asked, keep)
     passes = most_running = 0
     while True:
         if len(scheduler.waiting) < scheduler.config.max_ranked:
-            engine.submit_all(next(batches, ()))
+            for request in next(batches, ()):
+                engine.submit_all([request])
         if not engine.has_work:
             break
         engine.step()

@@ -87,6 +87,8 @@ class Admission:
         self.paced: Callable[[Iterable[Any]], Iterable[Any]] = iter  # walks a long list
         self._neighbours = Neighbours()  # of those that wait, where states are kept
         self._cache, self._config = cache, config
+        if cache.states is not None:
+            cache.states.next_use = self._neighbours.next_use
 
     def admit(self, budget: int, places: int) -> list[ExtendChunk]:
         """Admit at most `places` answers and return their first chunks, of at most `budget` tokens in all."""
@@ -99,7 +101,9 @@ class Admission:
             return chunks
         promised = self._promised()
         if cache.states is not None and cache.keeps_states:
-            cache.states.make_room(self._num_fitting(budget, places), cache.passes, ends_only=True)
+            # What goes is free only once passes in flight have ended: for those that begin with the next one, too.
+            count = self._num_fitting(budget, places) * (1 + cache.in_flight)
+            cache.states.make_room(count, cache.passes, ends_only=True)
             self._neighbours.add(waiting[: config.max_ranked + MAX_LOOK_AHEAD])
         more_urgent = 0  # answers at the head of the queue that were passed over
         loads = config.max_loaded_chunks * config.chunked_prefill_size
@@ -160,7 +164,7 @@ class Admission:
         for answer in self.waiting[:places]:
             if budget <= 0:
                 break
-            budget -= answer.known_len
+            budget -= answer.known_len - answer.match_in(self._cache).usable_length()
             count += 1
         return count
 
@@ -207,6 +211,8 @@ class Admission:
     def enqueue(self, answer: Answer) -> None:
         """Put an answer in its place in the queue, after those that share it."""
         bisect.insort(self.waiting, answer, key=place_of)
+        if self._cache.keeps_states:
+            self._neighbours.add([answer])
 
     def leave_queue(self, answer: Answer) -> None:
         at = bisect.bisect_left(self.waiting, answer.place, key=place_of)

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from operator import itemgetter
 
 from radixrt.cache.prefix_cache import sort_key
-from radixrt.cache.radix_tree import Namespace, common_prefix
+from radixrt.cache.radix_tree import Namespace, Node, common_prefix
 from radixrt.cache.states import FEWEST
-from radixrt.schedule.answer import Answer
+from radixrt.schedule.answer import Answer, place_of
 
 MAX_ASKED = 256  # neighbours on either side, of one answer
 
@@ -21,6 +21,9 @@ class Neighbours:
         # Of each namespace, the tokens that answers had when they came, in bytes that sort as they do.
         self._sorted: dict[Namespace, list[tuple[bytes, Answer]]] = {}
         self._keys: dict[Answer, bytes] = {}
+        self._num_added = 0
+        # Of each state: its node, and answers that may begin with it, the first one last, when so many were added.
+        self._users: dict[int, tuple[Node, list[Answer], int]] = {}
 
     def add(self, answers: Iterable[Answer]) -> None:
         """Let these be neighbours of others, if they are not yet."""
@@ -28,6 +31,7 @@ class Neighbours:
             if answer not in self._keys:
                 self._keys[answer] = key = sort_key(answer.tokens())
                 insort(self._sorted.setdefault(answer.request.namespace, []), (key, answer), key=itemgetter(0))
+                self._num_added += 1
 
     def remove(self, answer: Answer) -> None:
         """Forget an answer, if it is here."""
@@ -36,6 +40,21 @@ class Neighbours:
             del self._sorted[namespace][self._place(answer)], self._keys[answer]
             if not self._sorted[namespace]:
                 del self._sorted[namespace]
+            if not self._keys:
+                self._users.clear()
+
+    def next_use(self, node: Node) -> int | None:
+        """The number, by arrival, of the first answer here that may begin with a node's state; None: none may.
+
+        Those that came after it was first asked for count once the others have gone.
+        """
+        known, users, added = self._users.get(node.state, (None, [], -1))
+        while users and users[-1] not in self._keys:
+            users.pop()
+        if known is not node or (not users and added != self._num_added):
+            users = self._users_of(node)
+            self._users[node.state] = (node, users, self._num_added)
+        return users[-1].arrival if users else None
 
     def partings(self, answer: Answer, after: int, least_gain: int) -> list[int]:
         """Positions beyond `after`, ascending, up to which others may match the tokens of an answer that is here.
@@ -61,6 +80,14 @@ class Neighbours:
                 found.append(length)
                 after = length
         return found
+
+    def _users_of(self, node: Node) -> list[Answer]:
+        tokens = node.path_tokens
+        begins, ordered = sort_key(tokens), self._sorted.get(node.namespace, [])
+        first = bisect_left(ordered, begins, key=itemgetter(0))
+        end = bisect_left(ordered, begins + b"\xff", lo=first, key=itemgetter(0))
+        users = [answer for _, answer in ordered[first:end] if answer.match_limit >= len(tokens)]
+        return sorted(users, key=place_of, reverse=True)
 
     def _place(self, answer: Answer) -> int:
         ordered = self._sorted[answer.request.namespace]

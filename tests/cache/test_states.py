@@ -20,7 +20,7 @@ from radixrt.planning.simulated import ConstantRunner, DistinctRunner, simulated
 from radixrt.planning.token_store import TokenStore
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.request import Request
-from radixrt.workloads.lists import judging
+from radixrt.workloads.lists import classification, judging
 
 
 def engine_of(
@@ -151,6 +151,19 @@ def test_requests_do_not_wait_for_states_one_by_one() -> None:
     assert passes[1] < 1.5 * passes[0]
 
 
+def test_ends_make_room_for_all_that_begin() -> None:
+    """Short answers, where all states are those of ends: as many begin with each pass as find a prefix and fit."""
+    shape = classification(requests=1000, instruction_len=400, text_len=(10, 20))
+    store = TokenStore.of([prompt.prompt_ids for prompt in shape])
+    demands = Demands.of(store.lengths, np.array([prompt.max_new_tokens for prompt in shape]))
+    limits = RunLimits(200_000, max_running_requests=64, chunked_prefill_size=2048)
+    passes = []
+    for num_states in (0, limits.of_pass.num_rows + 12):
+        run = rehearse(store, np.arange(len(store)), demands, replace(limits, num_states=num_states))
+        passes.append(run.passes)
+    assert passes[1] < 1.2 * passes[0]
+
+
 def test_nobody_waits_for_the_one_token_that_all_begin_with() -> None:
     engine, _, _ = engine_of(60)
     engine.submit_all([request(index, [1, *tokens_of(index, 50)]) for index in range(8)])
@@ -210,6 +223,65 @@ def test_ends_of_answers_go_first() -> None:
     assert set(states.kept.values()) == {used, end}
     states.make_room(2, passes)
     assert list(states.kept.values()) == [used]
+
+
+def test_what_others_wait_for_stays() -> None:
+    """First go ends, then what nobody waits for, however late it was used, then what saves least for the
+    time until its next use.
+    """
+    tree = RadixTree()
+
+    def node(above: Node, first: int, length: int) -> Node:
+        tokens = np.arange(first, first + length, dtype=np.int32)
+        return tree.insert(above, tokens, tokens)[0]
+
+    root = tree.root(DEFAULT_NAMESPACE)
+    head = node(root, 1, 100)
+    soon, late, long = node(head, 200, 30), node(head, 300, 30), node(node(head, 400, 70), 500, 20)
+    awaited_end, nobody, later, end = (node(root, 1000 * i, 50) for i in range(1, 5))
+    uses = {head: 12, soon: 10, late: 30, long: 30, awaited_end: 20}
+    states = States(SlotAllocator(9), 4)
+    states.next_use = uses.get
+    for at in (head, soon, late, long, awaited_end, nobody, later, end):
+        taken = states.allocator.alloc(1)
+        assert taken is not None
+        states.keep(int(taken[0]), at)
+    states.ends |= {awaited_end.state, end.state}
+    states.unused |= {head.state, soon.state}
+    tree.touch(nobody)
+    states.make_room(3, (0, 0), ends_only=True)
+    assert end.state == 0
+    assert states.allocator.num_free == 1, "the other end is waited for"
+    gone = []
+    for count in range(2, 9):
+        before = set(states.kept.values())
+        states.make_room(count, (0, 0))
+        gone += before - set(states.kept.values())
+    # Tokens for the time from the soonest use on: 30 / 21, 90 / 21, 50 / 11, 30 / 1, 100 / 3.
+    assert gone == [later, nobody, late, long, awaited_end, soon, head]
+
+
+def test_few_states_in_the_order_of_a_file() -> None:
+    """Groups whose members stand far apart, with many more nodes than states."""
+    shape = judging(questions=40, rubric_len=300, question_len=(80, 120), answer_len=(60, 100), new_tokens=(8, 16))
+    store = TokenStore.of([prompt.prompt_ids for prompt in shape])
+    demands = Demands.of(store.lengths, np.array([prompt.max_new_tokens for prompt in shape]))
+    limits = RunLimits(200_000, max_running_requests=8, chunked_prefill_size=1024)
+    limits = replace(limits, num_states=limits.of_pass.num_rows + 24)
+    assert rehearse(store, np.arange(len(store)), demands, limits).hit_rate > 0.79  # by last use alone 0.69
+
+
+def test_a_retracted_answer_waits_for_its_states() -> None:
+    """At once: other answers may be about to extend."""
+    engine, cache, states = engine_of(30, chunk=64)
+    engine.submit_all([request(5, tokens_of(0, 200), new=30)])
+    for _ in range(3):
+        engine.step()
+    answer = engine.scheduler.running[0]
+    node = cache.tree.match(DEFAULT_NAMESPACE, answer.tokens()).node
+    assert states.next_use(node) is None
+    engine.scheduler.retract(answer)
+    assert states.next_use(node) == answer.arrival
 
 
 def test_what_lacks_a_state_is_counted() -> None:

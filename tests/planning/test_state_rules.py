@@ -18,6 +18,8 @@ from radixrt.workloads import lists
 from radixrt.workloads.lists import WorkloadPrompt
 from scripts.bench_batch_plan import random_tree
 from scripts.compare_state_rules import (
+    AT_MOST,
+    BY_MATCH,
     LISTS,
     OURS,
     WITHOUT_STATES,
@@ -28,6 +30,7 @@ from scripts.compare_state_rules import (
     print_table,
     write_csv,
 )
+from scripts.state_bound import most_found
 from scripts.state_rules import Blocks, Branches, EveryBlock, RequestEnds, Rule, simulate
 
 SHARED = list(range(10))
@@ -125,6 +128,34 @@ def test_requests_wait_for_memory() -> None:
     assert hits(prompts, EveryBlock(4), replace(together, pool_tokens=39), 11) == 8  # they need 20 and 2 x 10
 
 
+# -- any rule ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("order", "num_kept", "found"),
+    [
+        ("abcabc", 3, 3 * 9),
+        ("abcabc", 2, 2 * 9),  # while the second a begins, b and c are kept, too
+        ("abcabc", 1, 9),
+        ("aabbcc", 1, 3 * 9),
+        ("abba", 1, 9),  # either of them: while the second b begins, a is kept
+        ("abbba", 1, 2 * 9),
+        ("abxba", 1, 9),
+        ("aAbaA", 1, 3 * 5),  # they share 5 tokens
+        ("aAbaA", 2, 5 + 9 + 9),
+        ("aAxxA", 1, 5 + 9),
+        ("xyz", 1, 0),
+    ],
+)
+def test_no_rule_finds_more(order: str, num_kept: int, found: int) -> None:
+    tokens = {name: [100 * ord(name) + i for i in range(10)] for name in "abcxyz"}
+    tokens["A"] = [*tokens["a"][:5], *tokens["x"][5:]]
+    unlike = iter(range(50_000, 60_000))
+    prompts = [[next(unlike) for _ in range(10)] if name in "xyz" else tokens[name] for name in order]
+    plan = plan_of([WorkloadPrompt(np.array(prompt, np.int32), 1) for prompt in prompts])
+    assert most_found(plan, np.arange(len(plan)), num_kept) == pytest.approx(found, rel=0.02)
+
+
 # -- the real scheduler beside them ------------------------------------------------------------------------
 
 SMALL: dict[str, Callable[[], list[WorkloadPrompt]]] = {
@@ -152,6 +183,7 @@ def test_hits_are_the_best_possible(name: str) -> None:
             assert ours >= 0.95 * best, setting
         at_once = {rule: found.rates[rule] for rule in (*RULES, WITHOUT_STATES)}
         assert ours >= max(rate for rule, rate in at_once.items() if rule != WITHOUT_STATES), (setting, at_once)
+        assert found.rates[BY_MATCH] >= 0.9 * best, setting
 
 
 def test_the_lists_part_at_odd_depths() -> None:
@@ -177,6 +209,8 @@ def test_table_and_file(tmp_path: Path) -> None:
         "best": best,
         OURS: ours,
         WITHOUT_STATES: best,
+        BY_MATCH: ours,
+        AT_MOST: best,
         "every 4": "0.0000",
         "every 4, one by one": f"{28 / 60:.4f}",
     }

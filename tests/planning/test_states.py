@@ -114,7 +114,7 @@ def test_states_are_modelled(name: str, running: int, kept: int, chunk: int) -> 
     plan, _ = plan_of(SMALL[name]())
     limits = RunLimits(50_000, running, chunk)
     limits = replace(limits, num_states=limits.of_pass.num_rows + kept)
-    for planned_order, tolerance in ((True, 0.01), (False, 0.15)):
+    for planned_order, tolerance in ((True, 0.01), (False, 0.08)):
         real, modelled = (run(plan, limits, planned=planned_order) for run in (real_run, modelled_run))
         assert modelled.hit_rate == pytest.approx(real.hit_rate, abs=tolerance)
 
@@ -153,19 +153,36 @@ def test_what_is_evicted_has_no_state() -> None:
     assert found == [400, 400]
 
 
-def test_states_that_were_used_longest_ago_go_first() -> None:
+def test_states_whose_next_use_is_farthest_go_first() -> None:
+    """Of those that are used no more, at place 9, the one that was used longest ago."""
+    states = KeptStates(4 + FOR_FRESH)
+    for node, place in ((1, 9), (2, 5), (3, 7), (4, 9)):
+        states.leave(node, 0, place)
+    states.use_next(2, 8)
+    states.use_next(1, 9)
+    states.use_next(5, 1)  # it has none
+    left = []
+    for running in (0, 1, 2, 3, 4):
+        states.make_room(running)
+        left.append([node for node in (1, 2, 3, 4, 5) if states.ready(node) is not None])
+    assert left == [[1, 2, 3, 4], [1, 2, 3], [2, 3], [3], []]
+    states.leave(4, 7, 3)
+    states.leave(4, 8, 3)
+    assert states.ready(4) == 7
+
+
+def test_the_next_use_changes_often() -> None:
     states = KeptStates(3 + FOR_FRESH)
     for node in (1, 2, 3):
-        states.leave(node, 0)
-    for node in (1, 2, 1):
-        states.use(node)
-    left = []
-    for running in (0, 1, 2, 3):
-        states.make_room(running)
-        left.append([node for node in (1, 2, 3) if states.ready(node) is not None])
-    assert left == [[1, 2, 3], [1, 3], [3], []], "the third one was not used yet"
-    states.leave(4, 7)
-    assert states.ready(4) == 7
+        states.leave(node, 0, node)
+    for place in range(4, 1000):
+        states.use_next(place % 2 + 1, place)  # 2 comes last, at 999; 1 at 998
+    states.make_room(1)
+    states.make_room(2)
+    assert [states.ready(node) for node in (1, 2, 3)] == [None, None, 0]
+    states.leave(1, 5, 2)
+    states.make_room(2)
+    assert [states.ready(node) for node in (1, 2, 3)] == [5, None, None]
 
 
 def test_a_lack_of_states_is_told() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixrt.cache.radix_tree import Namespace
+from radixrt.cache.radix_tree import DEFAULT_NAMESPACE, Namespace, Node, RadixTree
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule import neighbours
 from radixrt.schedule.answer import Answer, RequestLog
@@ -51,6 +53,63 @@ def test_all_that_wait_are_asked(prompts: list[list[int]], data: st.DataObject) 
         if i and i not in gone and common(prompts[0], prompt) > after
     }
     assert waiting.partings(answers[0], after, 1) == sorted(at for at in expected if at > after)
+
+
+@given(prompts=prompts, data=st.data())
+def test_the_next_that_begins_with_a_state(prompts: list[list[int]], data: st.DataObject) -> None:
+    """Beside a search of all, some scored, some of another tenant, while they go one by one."""
+    scored = [data.draw(st.one_of(st.none(), st.integers(1, len(prompt)))) for prompt in prompts]
+    tenants = [data.draw(st.sampled_from([None, "another"])) for _ in prompts]
+    answers = [answer_of(prompt, i, scored[i], tenants[i]) for i, prompt in enumerate(prompts)]
+    tree, nodes = RadixTree(), list[tuple[list[int], Node]]()
+    for prompt in prompts:
+        for end in range(1, len(prompt) + 1):
+            tokens = np.array(prompt[:end], np.int32)
+            nodes.append((prompt[:end], tree.insert(tree.root(DEFAULT_NAMESPACE), tokens, tokens)[0]))
+    for state, node in enumerate({id(node): node for _, node in nodes}.values(), 1):
+        node.state = state
+    waiting, here = Neighbours(), list[Answer]()
+    come, go = data.draw(st.permutations(range(len(answers)))), data.draw(st.permutations(range(len(answers))))
+    in_order = data.draw(st.booleans())  # else some that stand before others come after these
+    for i in sorted(come) if in_order else come:
+        waiting.add([answers[i]])
+        here.append(answers[i])
+        for begins, node in nodes if in_order or len(here) == len(answers) else []:
+            assert waiting.next_use(node) == first_of(here, begins)
+    for i in go:
+        waiting.remove(answers[i])
+        here.remove(answers[i])
+        for begins, node in nodes:
+            assert waiting.next_use(node) == first_of(here, begins)
+
+
+def first_of(answers: list[Answer], begins: list[int]) -> int | None:
+    """The number of the first that may begin with a state there, in the default namespace."""
+    users = (
+        answer.arrival
+        for answer in answers
+        if answer.tokens(len(begins)).tolist() == begins and answer.match_limit >= len(begins)
+        if answer.request.namespace == DEFAULT_NAMESPACE
+    )
+    return min(users, default=None)
+
+
+def test_who_is_first_is_found_again_once_the_others_are_gone() -> None:
+    """One that stands before those that were found, and came after."""
+    tree, tokens = RadixTree(), np.array([7], np.int32)
+    node = tree.insert(tree.root(DEFAULT_NAMESPACE), tokens, tokens)[0]
+    node.state = 1
+    waiting, answers = Neighbours(), [answer_of([7, i], i) for i in range(3)]
+    waiting.add(answers[1:2])
+    assert waiting.next_use(node) == 1
+    waiting.add([answers[0], answers[2]])
+    assert waiting.next_use(node) == 1
+    waiting.remove(answers[1])
+    assert waiting.next_use(node) == 0
+    known = [weakref.ref(answer) for answer in answers]
+    while answers:
+        waiting.remove(answers.pop())
+    assert not any(answer() for answer in known), "nobody holds what does not wait"
 
 
 def test_a_state_is_worth_what_it_saves_all() -> None:
