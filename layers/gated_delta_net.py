@@ -63,7 +63,8 @@ class GatedDeltaNet(Layer):
         self, layer_id: int, hidden_size: int, sizes: DeltaSizes, eps: float, *, placement: Placement
     ) -> None:
         super().__init__()
-        self.layer_id, self.sizes, self.impl = layer_id, sizes, placement.impl
+        self.layer_id, self.sizes = layer_id, sizes
+        self.impl, self.deterministic = placement.impl, placement.deterministic
         # Two products: a checkpoint may quantise one, and leave the other as it is.
         parts = {"in_proj_qkv": sizes.parts, "in_proj_z": [sizes.values]}
         self.qkvz = StackedLinear(hidden_size, parts, packed_as=None, bias=False, placement=placement)
@@ -97,7 +98,19 @@ class GatedDeltaNet(Layer):
         q, k, v = torch.split(mixed, sizes.parts, dim=1)
         q, k = (x.view(len(x), sizes.num_key_heads, sizes.key_dim) for x in (q, k))
         v, z = (x.view(len(x), sizes.num_value_heads, sizes.value_dim) for x in (v, z))
-        read = gated_delta(q, k, v, a, b, self.a_log, self.dt_bias, states.recurrent, rows, impl=self.impl)
+        read = gated_delta(
+            q,
+            k,
+            v,
+            a,
+            b,
+            self.a_log,
+            self.dt_bias,
+            states.recurrent,
+            rows,
+            deterministic=self.deterministic,
+            impl=self.impl,
+        )
         normed = gated_rms_norm(read, z, self.norm.weight, self.norm.eps, impl=self.impl)
         out: Addend = self.output(normed.flatten(1), split_k_ok=split_k_ok)
         return out

@@ -76,7 +76,8 @@ class Mamba2(Layer):
         placement: Placement,
     ) -> None:
         super().__init__()
-        self.layer_id, self.sizes, self.impl = layer_id, sizes, placement.impl
+        self.layer_id, self.sizes = layer_id, sizes
+        self.impl, self.deterministic = placement.impl, placement.deterministic
         self.dt_limits, self.norm_groups = dt_limits, norm_groups
         self.parts = [sizes.values, sizes.channels, sizes.num_heads]
         self.input = Linear(hidden_size, sum(self.parts), bias=bias, placement=placement)
@@ -123,6 +124,7 @@ class Mamba2(Layer):
             states.recurrent,
             rows,
             dt_limits=self.dt_limits,
+            deterministic=self.deterministic,
             impl=self.impl,
         )
         y, z = (heads.view(len(heads), self.norm_groups, -1) for heads in (y, z))

@@ -24,6 +24,7 @@ from radixrt.errors import ModelError
 from radixrt.models.config import ModelConfig
 from radixrt.models.decoder import Attention, Block, Decoder, FeedForward, MixerBlock
 from radixrt.models.mixtral import MixtureConfig, split_experts
+from triton_ops.activations.sigmoid import sigmoid
 
 # Projections whose outputs are stored head by head, and what each is made of here.
 _PARTS = MappingProxyType(
@@ -242,7 +243,8 @@ class GatedSharedMoE(SparseMoE):
 
     def of_rank(self, x: Tensor, *, parts_ok: bool = False) -> Tensor:
         """As `SparseMoE.of_rank`, never in parts."""
-        shared: Tensor = self.shared(x) * self.shared_gate(x).sigmoid()
+        gate = sigmoid(self.shared_gate(x), deterministic=self.deterministic)
+        shared: Tensor = self.shared(x) * gate
         return super().of_rank(x).add_(shared)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
