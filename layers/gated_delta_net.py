@@ -17,9 +17,11 @@ from layers.place import Packed, Place
 from layers.placement import Layer, Placement
 from layers.radix_attention import KVCache
 from layers.ranks import Addend
+from memory_pool.state_pool import StateView
 from triton_ops.recurrent.causal_conv import causal_conv
 from triton_ops.recurrent.gated_delta import gated_delta
 from triton_ops.recurrent.gated_rms_norm import gated_rms_norm
+from triton_ops.recurrent.rows import StateRows
 
 
 @dataclass(frozen=True)
@@ -88,10 +90,14 @@ class GatedDeltaNet(Layer):
         """`hidden [T, hidden_size]` to the same shape, or to parts if they are allowed: see `Linear.forward`. The
         states that the pass's rows leave are written to the pool.
         """
-        sizes, rows, pool = self.sizes, metadata.states, kv_pool.states
+        rows, pool = metadata.states, kv_pool.states
         assert rows is not None
         assert pool is not None
-        states = pool.view(self.layer_id)
+        return self.mixed(hidden, rows, pool.view(self.layer_id), split_k_ok=split_k_ok)
+
+    def mixed(self, hidden: Tensor, rows: StateRows, states: StateView, *, split_k_ok: bool = False) -> Addend:
+        """`forward`, of rows and this layer's part of a pool."""
+        sizes = self.sizes
         qkv, z = torch.split(self.qkvz(hidden), [sizes.channels, sizes.values], dim=1)
         b, a = self.ba(hidden).chunk(2, dim=1)
         mixed = causal_conv(qkv, self.conv, None, states.conv, rows, impl=self.impl)

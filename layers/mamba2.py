@@ -17,9 +17,11 @@ from layers.place import Place
 from layers.placement import Layer, Placement
 from layers.radix_attention import KVCache
 from layers.ranks import Addend
+from memory_pool.state_pool import StateView
 from triton_ops.activations.quantised_rows import QuantisedRows
 from triton_ops.recurrent.causal_conv import causal_conv
 from triton_ops.recurrent.gated_rms_norm import gated_rms_norm
+from triton_ops.recurrent.rows import StateRows
 from triton_ops.recurrent.state_space import state_space
 
 
@@ -106,10 +108,16 @@ class Mamba2(Layer):
         """`hidden [T, hidden_size]` to the same shape, or to parts if they are allowed: see `Linear.forward`. The
         states that the pass's rows leave are written to the pool.
         """
-        sizes, rows, pool = self.sizes, metadata.states, kv_pool.states
+        rows, pool = metadata.states, kv_pool.states
         assert rows is not None
         assert pool is not None
-        states = pool.view(self.layer_id)
+        return self.mixed(hidden, rows, pool.view(self.layer_id), split_k_ok=split_k_ok)
+
+    def mixed(
+        self, hidden: Tensor | QuantisedRows, rows: StateRows, states: StateView, *, split_k_ok: bool = False
+    ) -> Addend:
+        """`forward`, of rows and this layer's part of a pool."""
+        sizes = self.sizes
         z, xbc, dt = torch.split(self.input(hidden), self.parts, dim=1)
         mixed = causal_conv(xbc, self.conv, self.conv_bias, states.conv, rows, impl=self.impl)
         x, b, c = torch.split(mixed, [sizes.values, sizes.keys, sizes.keys], dim=1)

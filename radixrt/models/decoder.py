@@ -155,7 +155,10 @@ class Attention(nn.Module):
             yield f"{name}.sinks", self.sinks
 
 
-Mixer = Attention | GatedDeltaNet | Mamba2 | ShortConv
+Recurrent = GatedDeltaNet | Mamba2 | ShortConv
+"""What keeps a state of each sequence."""
+
+Mixer = Attention | Recurrent
 """What mixes the tokens of a sequence."""
 
 

@@ -20,7 +20,7 @@ from radixrt.errors import ModelError, ParameterError
 from radixrt.execution import products
 from radixrt.execution.products import compare_all, product_rows
 from radixrt.limits import CPU_LIMITS
-from radixrt.models.decoder import Decoder
+from radixrt.models.decoder import Decoder, Recurrent
 from radixrt.models.loader import load_model
 from tests.support import checkpoints
 from tests.support.row_bits import ROWS, differing_counts, threads
@@ -139,6 +139,20 @@ def test_experts_that_know_their_place_are_refused() -> None:
     compare_all(decoder, CPU_LIMITS, 512)
     layer.deterministic = False
     with pytest.raises(ModelError, match=r"in experts of torch.float32 with weights \[64, 32\] on cpu, the bits"):
+        compare_all(decoder, CPU_LIMITS, 512)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "granite4_hybrid"])
+def test_states_that_know_where_a_sequence_was_cut_are_refused(family: str, tmp_path: Path) -> None:
+    """As those of layers that are not deterministic do."""
+    decoder = deterministic(checkpoints.write(getattr(checkpoints, family)(), tmp_path))
+    compare_all(decoder, CPU_LIMITS, 512)
+    recurrent = [layer for layer in decoder.modules() if isinstance(layer, Recurrent)]
+    for layer in recurrent:
+        layer.deterministic = False
+    with pytest.raises(
+        ModelError, match=r"the bits of \w+ in torch.float32 on cpu depend on how a sequence is cut"
+    ):
         compare_all(decoder, CPU_LIMITS, 512)
 
 

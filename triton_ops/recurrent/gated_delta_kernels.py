@@ -23,8 +23,9 @@ def delta_step_kernel(
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, LONG: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program is a row of one token, a value head and some columns of its state, which is read and written once:
-    what the token reads, `S^T q` after the state has learnt it, is computed from the state before. With `LONG` rows
-    have any number of tokens, one after the other, and all rows the same code; the next token is loaded ahead.
+    what the token reads, `S^T q` after the state has learnt it, is computed from the state before. With `LONG`
+    rows have any number of tokens, one after the other, each loaded while the one before is computed; a token has
+    the same code in all rows.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -58,7 +59,7 @@ def delta_step_kernel(
     next_value = tl.load(v_at, mask=c < V_DIM, other=0.0)
     next_a = tl.load(a_at)
     next_b = tl.load(b_at)
-    for nth in range(0, length if LONG else 1):
+    for nth in range(length if LONG else 1):
         query = next_query.to(tl.float32)
         key = next_key.to(tl.float32)
         value = next_value.to(tl.float32)

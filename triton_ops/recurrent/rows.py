@@ -99,14 +99,14 @@ def go_through(states: Tensor, rows: StateRows, step: Callable[[Tensor, Tensor],
 
 
 def check_exact(states: Tensor, dtype: torch.dtype) -> None:
-    """Raise ValueError if states are rounded where a row ends, of tokens in `dtype`: its bits would show the end."""
+    """Raise ValueError if states are rounded where rows of tokens in `dtype` end: bits would show the ends."""
     if states.dtype != (computed := torch.promote_types(dtype, torch.float32)):
         raise ValueError(f"states of deterministic layers must be {computed}, but are {states.dtype}")
 
 
 def sum_of_keys(x: Tensor) -> Tensor:
-    """`x [..., k_dim, v_dim]` summed over keys, by halves: in an order that k_dim alone decides. That of torch's own
-    sum depends on how its threads share out the columns.
+    """`x [..., k_dim, v_dim]` summed over keys, by halves: in an order that k_dim alone decides. That of torch's
+    own sum depends on how its threads share out the columns.
     """
     while (size := x.shape[-2]) > 1:
         half = (size + 1) // 2

@@ -52,7 +52,7 @@ def state_space_step_kernel(
     next_read = tl.load(c_at, mask=k < K_DIM, other=0.0)
     next_value = tl.load(x_at, mask=v < V_DIM, other=0.0)
     next_dt = tl.load(dt_at)
-    for nth in range(0, length if LONG else 1):
+    for nth in range(length if LONG else 1):
         written = next_written.to(tl.float32)
         read = next_read.to(tl.float32)
         value = next_value.to(tl.float32)
