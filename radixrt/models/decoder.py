@@ -92,6 +92,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         hidden, self.head_dim = config.hidden_size, config.head_dim
+        self.deterministic = placement.deterministic
         # Of q, k and v, and of gates, if there are some.
         parts = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads, "v_proj": config.num_kv_heads}
         parts |= {} if output_gate is None else {output_gate: config.num_heads}
@@ -141,7 +142,7 @@ class Attention(nn.Module):
             k = self.k_norm(k.flatten(1)).view(k.shape)
         attended = self.attention(q, k, v, metadata, kv_pool)
         for gate in gates:
-            attended.mul_(sigmoid(gate, deterministic=self.attention.deterministic))
+            attended.mul_(sigmoid(gate, deterministic=self.deterministic))
         out: Addend = self.output(attended.flatten(1), split_k_ok=split_k_ok)
         return out
 

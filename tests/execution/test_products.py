@@ -20,12 +20,13 @@ from radixrt.errors import ModelError, ParameterError
 from radixrt.execution import products
 from radixrt.execution.products import compare_all, product_rows
 from radixrt.limits import CPU_LIMITS
-from radixrt.models.decoder import Decoder, Recurrent
+from radixrt.models.decoder import Decoder, MixerBlock, Recurrent
 from radixrt.models.loader import load_model
 from tests.support import checkpoints
 from tests.support.row_bits import ROWS, differing_counts, threads
 
 DTYPES = ["float32", "bfloat16"]
+FAMILIES = ["built in", "qwen2", "mixtral", "qwen3_moe", "gpt_oss_in_mxfp4", "glm4_moe", "gemma2", "qwen3_5_moe"]
 
 
 def deterministic(source: Path | str, dtype: str = "float32") -> Decoder:
@@ -36,13 +37,10 @@ def deterministic(source: Path | str, dtype: str = "float32") -> Decoder:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {"built in": Path(MODEL_PATH)}
-    for name in ("qwen2", "mixtral", "qwen3_moe", "gpt_oss_in_mxfp4", "glm4_moe", "gemma2"):
+    for name in FAMILIES[1:]:
         found[name] = tmp_path_factory.mktemp(name)
         checkpoints.write(getattr(checkpoints, name)(), found[name])
     return found
-
-
-FAMILIES = ["built in", "qwen2", "mixtral", "qwen3_moe", "gpt_oss_in_mxfp4", "glm4_moe", "gemma2"]
 
 
 def test_numbers_of_rows() -> None:
@@ -94,6 +92,15 @@ class Without(torch.nn.Module):
         return q * v.mean(1, keepdim=True)
 
 
+class WithoutStates(torch.nn.Module):
+    """In place of a recurrent layer: each token keeps its hidden state."""
+
+    input_groups = None
+
+    def forward(self, hidden: Tensor, *rest: object, split_k_ok: bool) -> Tensor:
+        return hidden / 2
+
+
 @pytest.mark.long_unless(
     kept=lambda case: (
         case["dtype"] == "float32"
@@ -110,6 +117,8 @@ def test_a_model_without_attention(family: str, dtype: str, num_threads: int, fo
     for module in decoder.modules():
         if hasattr(module, "attention") and hasattr(module, "qkv"):
             module.attention = Without()
+        if isinstance(module, MixerBlock) and isinstance(module.attention, Recurrent):
+            module.attention = WithoutStates()
     nothing: Any = None
 
     def logits(ids: Tensor) -> Tensor:

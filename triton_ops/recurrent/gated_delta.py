@@ -24,7 +24,6 @@ from triton_ops.recurrent.rows import (
     check_exact,
     go_through,
     leave_states,
-    sum_of_keys,
 )
 from triton_ops.recurrent.softplus import softplus
 from triton_ops.tuning import (
@@ -181,9 +180,9 @@ def _step(
 ) -> tuple[Tensor, Tensor]:
     """The output `[..., v_dim]` of a token, and the state `[..., k_dim, v_dim]` that it leaves."""
     state = state * log_decay.exp()[..., None, None]
-    predicted = sum_of_keys(state * k[..., None])
+    predicted = (state * k[..., None]).sum(-2)
     state = state + k[..., None] * (beta[..., None] * (v - predicted))[..., None, :]
-    return sum_of_keys(state * q[..., None]), state
+    return (state * q[..., None]).sum(-2), state
 
 
 def _in_chunks(state: Tensor, at: _Tokens) -> tuple[Tensor, Tensor]:

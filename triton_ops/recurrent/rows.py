@@ -104,18 +104,6 @@ def check_exact(states: Tensor, dtype: torch.dtype) -> None:
         raise ValueError(f"states of deterministic layers must be {computed}, but are {states.dtype}")
 
 
-def sum_of_keys(x: Tensor) -> Tensor:
-    """`x [..., k_dim, v_dim]` summed over keys, by halves: in an order that k_dim alone decides. That of torch's
-    own sum depends on how its threads share out the columns.
-    """
-    while (size := x.shape[-2]) > 1:
-        half = (size + 1) // 2
-        first = x[..., :half, :].clone()
-        first[..., : size - half, :] += x[..., half:, :]
-        x = first
-    return x.squeeze(-2)
-
-
 # --- for kernels ---
 
 

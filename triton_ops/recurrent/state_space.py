@@ -17,7 +17,6 @@ from triton_ops.recurrent.rows import (
     check_exact,
     go_through,
     leave_states,
-    sum_of_keys,
 )
 from triton_ops.recurrent.softplus import softplus
 from triton_ops.recurrent.state_space_kernels import (
@@ -181,7 +180,7 @@ class _Tokens:
 def _step(state: Tensor, added: Tensor, b: Tensor, c: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
     """What a token reads, `[..., head_dim]`, and the state `[..., state_size, head_dim]` that it leaves."""
     state = state * log_decay.exp()[..., None, None] + b[..., None] * added[..., None, :]
-    return sum_of_keys(state * c[..., None]), state
+    return (state * c[..., None]).sum(-2), state
 
 
 def _in_chunks(state: Tensor, at: _Tokens) -> tuple[Tensor, Tensor]:
