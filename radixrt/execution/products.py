@@ -157,8 +157,8 @@ def _recurrent_layers(decoder: Decoder) -> list[Recurrent]:
 
 
 def _check_states(decoder: Decoder, layer: Recurrent) -> None:
-    """Raise ValueError unless a sequence has the same bits, and leaves the same state, in one extend alone, and in
-    several and steps beside another one.
+    """Raise ValueError unless a sequence has the same bits, and leaves the same state, in one extend, and in two
+    and a step, alone and beside another one.
     """
     placement, config = decoder.placement, decoder.config
     device, length = placement.device, 2 * CONV_CHUNK + 3
@@ -179,8 +179,8 @@ def _check_states(decoder: Decoder, layer: Recurrent) -> None:
         return [torch.cat(parts), states.conv[1], states.recurrent[1]]
 
     expected = mixed([length], 1)
-    found = mixed([CONV_CHUNK + 1, CONV_CHUNK + 2, length], 2)
-    if not all(map(same_bits, found, expected)):
+    found = [mixed([CONV_CHUNK + 1, CONV_CHUNK + 2, length], sequences) for sequences in (1, 2)]
+    if not all(all(map(same_bits, parts, expected)) for parts in found):
         raise ValueError(
             f"the bits of {type(layer).__name__} in {placement.dtype} on {device} depend on how a sequence is cut"
         )
