@@ -17,9 +17,11 @@ from layers.place import Packed, Place
 from layers.placement import Layer, Placement
 from layers.radix_attention import KVCache
 from layers.ranks import Addend
+from memory_pool.state_pool import StateView
 from triton_ops.recurrent.causal_conv import causal_conv
 from triton_ops.recurrent.gated_delta import gated_delta
 from triton_ops.recurrent.gated_rms_norm import gated_rms_norm
+from triton_ops.recurrent.rows import StateRows
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ class GatedDeltaNet(Layer):
         self, layer_id: int, hidden_size: int, sizes: DeltaSizes, eps: float, *, placement: Placement
     ) -> None:
         super().__init__()
-        self.layer_id, self.sizes, self.impl = layer_id, sizes, placement.impl
+        self.layer_id, self.sizes = layer_id, sizes
+        self.impl, self.deterministic = placement.impl, placement.deterministic
         # Two products: a checkpoint may quantise one, and leave the other as it is.
         parts = {"in_proj_qkv": sizes.parts, "in_proj_z": [sizes.values]}
         self.qkvz = StackedLinear(hidden_size, parts, packed_as=None, bias=False, placement=placement)
@@ -87,17 +90,33 @@ class GatedDeltaNet(Layer):
         """`hidden [T, hidden_size]` to the same shape, or to parts if they are allowed: see `Linear.forward`. The
         states that the pass's rows leave are written to the pool.
         """
-        sizes, rows, pool = self.sizes, metadata.states, kv_pool.states
+        rows, pool = metadata.states, kv_pool.states
         assert rows is not None
         assert pool is not None
-        states = pool.view(self.layer_id)
+        return self.mixed(hidden, rows, pool.view(self.layer_id), split_k_ok=split_k_ok)
+
+    def mixed(self, hidden: Tensor, rows: StateRows, states: StateView, *, split_k_ok: bool = False) -> Addend:
+        """`forward`, of rows and this layer's part of a pool."""
+        sizes = self.sizes
         qkv, z = torch.split(self.qkvz(hidden), [sizes.channels, sizes.values], dim=1)
         b, a = self.ba(hidden).chunk(2, dim=1)
         mixed = causal_conv(qkv, self.conv, None, states.conv, rows, impl=self.impl)
         q, k, v = torch.split(mixed, sizes.parts, dim=1)
         q, k = (x.view(len(x), sizes.num_key_heads, sizes.key_dim) for x in (q, k))
         v, z = (x.view(len(x), sizes.num_value_heads, sizes.value_dim) for x in (v, z))
-        read = gated_delta(q, k, v, a, b, self.a_log, self.dt_bias, states.recurrent, rows, impl=self.impl)
+        read = gated_delta(
+            q,
+            k,
+            v,
+            a,
+            b,
+            self.a_log,
+            self.dt_bias,
+            states.recurrent,
+            rows,
+            deterministic=self.deterministic,
+            impl=self.impl,
+        )
         normed = gated_rms_norm(read, z, self.norm.weight, self.norm.eps, impl=self.impl)
         out: Addend = self.output(normed.flatten(1), split_k_ok=split_k_ok)
         return out

@@ -17,8 +17,10 @@ from layers.place import Packed, Place
 from layers.placement import Layer, Placement
 from layers.radix_attention import KVCache
 from layers.ranks import Addend
+from memory_pool.state_pool import StateView
 from triton_ops.activations.quantised_rows import QuantisedRows
 from triton_ops.recurrent.causal_conv import causal_conv
+from triton_ops.recurrent.rows import StateRows
 from triton_ops.recurrent.state_space import state_space
 
 
@@ -80,7 +82,8 @@ class Mamba2(Layer):
         placement: Placement,
     ) -> None:
         super().__init__()
-        self.layer_id, self.sizes, self.impl = layer_id, sizes, placement.impl
+        self.layer_id, self.sizes = layer_id, sizes
+        self.impl, self.deterministic = placement.impl, placement.deterministic
         self.dt_limits = dt_limits
         parts = {"in_proj": [sizes.values, *sizes.parts, sizes.num_heads]}
         self.input = StackedLinear(hidden_size, parts, packed_as=None, bias=bias, placement=placement)
@@ -109,10 +112,16 @@ class Mamba2(Layer):
         """`hidden [T, hidden_size]` to the same shape, or to parts if they are allowed: see `Linear.forward`. The
         states that the pass's rows leave are written to the pool.
         """
-        sizes, rows, pool = self.sizes, metadata.states, kv_pool.states
+        rows, pool = metadata.states, kv_pool.states
         assert rows is not None
         assert pool is not None
-        states = pool.view(self.layer_id)
+        return self.mixed(hidden, rows, pool.view(self.layer_id), split_k_ok=split_k_ok)
+
+    def mixed(
+        self, hidden: Tensor | QuantisedRows, rows: StateRows, states: StateView, *, split_k_ok: bool = False
+    ) -> Addend:
+        """`forward`, of rows and this layer's part of a pool."""
+        sizes = self.sizes
         z, xbc, dt = torch.split(self.input(hidden), [sizes.values, sizes.channels, sizes.num_heads], dim=1)
         mixed = causal_conv(xbc, self.conv, self.conv_bias, states.conv, rows, impl=self.impl)
         x, b, c = torch.split(mixed, sizes.parts, dim=1)
@@ -127,6 +136,7 @@ class Mamba2(Layer):
             states.recurrent,
             rows,
             dt_limits=self.dt_limits,
+            deterministic=self.deterministic,
             impl=self.impl,
         )
         out: Addend = self.output(self.norm.gated(y.flatten(1), z), split_k_ok=split_k_ok)

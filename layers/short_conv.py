@@ -14,8 +14,10 @@ from layers.place import Place
 from layers.placement import Layer, Placement
 from layers.radix_attention import KVCache
 from layers.ranks import Addend
+from memory_pool.state_pool import StateView
 from triton_ops.activations.quantised_rows import QuantisedRows
 from triton_ops.recurrent.causal_conv import causal_conv
+from triton_ops.recurrent.rows import StateRows
 
 
 class ShortConv(Layer):
@@ -56,9 +58,14 @@ class ShortConv(Layer):
         rows, pool = metadata.states, kv_pool.states
         assert rows is not None
         assert pool is not None
+        return self.mixed(hidden, rows, pool.view(self.layer_id), split_k_ok=split_k_ok)
+
+    def mixed(
+        self, hidden: Tensor | QuantisedRows, rows: StateRows, states: StateView, *, split_k_ok: bool = False
+    ) -> Addend:
+        """`forward`, of rows and this layer's part of a pool."""
         b, c, x = self.bcx(hidden).chunk(3, dim=1)
-        states = pool.view(self.layer_id).conv
-        mixed = causal_conv(x, self.conv, self.conv_bias, states, rows, gates=(b, c), impl=self.impl)
+        mixed = causal_conv(x, self.conv, self.conv_bias, states.conv, rows, gates=(b, c), impl=self.impl)
         out: Addend = self.output(mixed, split_k_ok=split_k_ok)
         return out
 

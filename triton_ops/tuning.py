@@ -625,6 +625,15 @@ def delta_step_config(gpu: GPU, v_dim: int, dtype: torch.dtype) -> tuple[int, in
     return min(most, max(16, next_power_of_2(v_dim))), 4
 
 
+def token_by_token_config(gpu: GPU, k_dim: int, v_dim: int) -> tuple[int, int]:
+    """For rows of any number of tokens, one after the other: the columns of a state a program has, and its warps.
+    Of one warp, sums over keys need no barriers. The order of these sums depends on both numbers.
+    """
+    _check_vendor(gpu)
+    most = 16 if k_dim <= 128 else 8
+    return min(most, max(8, next_power_of_2(v_dim))), 1
+
+
 MAX_STATE_SPACE_DIM = 256  # of states: as above
 
 

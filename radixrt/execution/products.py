@@ -1,10 +1,11 @@
 """The comparisons of a deterministic model at start-up: where torch's products have the same bits at every size of
-a pass, and whether attention has the same bits however it is cut.
+a pass, and whether attention and recurrent layers have the same bits however a sequence is cut.
 """
 
 from __future__ import annotations
 
-from itertools import takewhile
+from collections.abc import Sequence
+from itertools import pairwise, takewhile
 
 import torch
 from torch import Tensor
@@ -14,15 +15,19 @@ from layers.moe import SparseMoE
 from layers.placement import Placement
 from layers.products import ProductTable, compare_products, same_bits
 from layers.radix_attention import RadixAttention
+from layers.ranks import whole
 from layers.vocabulary import LogitsHead
+from memory_pool.state_pool import StatePool
 from radixrt.errors import ModelError
 from radixrt.execution.graphs import MAX_CAPTURED_BATCH, ladder
 from radixrt.limits import PassLimits
-from radixrt.models.decoder import Decoder
+from radixrt.models.decoder import Decoder, Recurrent
 from triton_ops.attention.extend import Extends
 from triton_ops.attention.ordered import SUPERBLOCK, ordered_decode, ordered_extend
 from triton_ops.attention.plan import AttentionPlan
 from triton_ops.kv.view import KVView
+from triton_ops.recurrent.rows import StateRows
+from triton_ops.tuning import CONV_CHUNK
 
 ROWS_STEP = 128  # between numbers of rows beyond those of captured batches
 MAX_ROWS_ON_CPU = 64  # of a call: more are hardly faster there, and take long to compare
@@ -74,6 +79,8 @@ def compare_all(decoder: Decoder, limits: PassLimits, max_scored_at_once: int) -
             layer.product.table = tables[key]
         for attention in {layer.scoring.window is None: layer for layer in _attention_layers(decoder)}.values():
             _check_attention(decoder, attention)
+        for layer in _recurrent_layers(decoder)[:1]:  # all are alike
+            _check_states(decoder, layer)
         experts = {layer.shape: layer for layer in decoder.modules() if isinstance(layer, SparseMoE)}
         for layer in experts.values():
             _check_experts(layer, placement, tokens if on_gpu else MAX_ROWS_ON_CPU)
@@ -143,3 +150,37 @@ def _check_attention(decoder: Decoder, layer: RadixAttention) -> None:
     expected = extended(0)
     if not all(same_bits(other, expected) for other in (extended(length - 3), decoded(None), decoded(1))):
         raise ValueError(f"the bits of attention in {placement.dtype} on {device} depend on how it is cut")
+
+
+def _recurrent_layers(decoder: Decoder) -> list[Recurrent]:
+    return [layer for layer in decoder.modules() if isinstance(layer, Recurrent)]
+
+
+def _check_states(decoder: Decoder, layer: Recurrent) -> None:
+    """Raise ValueError unless a sequence has the same bits, and leaves the same state, in one extend, and in two
+    and a step, alone and beside another one.
+    """
+    placement, config = decoder.placement, decoder.config
+    device, length = placement.device, 2 * CONV_CHUNK + 3
+    generator = torch.Generator(device).manual_seed(0)
+    hidden = torch.randn(2, length, config.hidden_size, generator=generator, device=device).to(placement.dtype)
+
+    def mixed(ends: Sequence[int], sequences: int) -> list[Tensor]:
+        """Of the first one the outputs, and the parts of the state that it leaves; passes end at `ends`."""
+        pool = StatePool(1 + sequences, config.state_layout(1, placement.dtype), device=device)
+        states, parts = pool.view(0), []
+        numbers = torch.arange(sequences, dtype=torch.int32, device=device)
+        for start, end in pairwise([0, *ends]):
+            tokens, lens = end - start, torch.full_like(numbers, end - start)
+            begun = numbers + 1 if start else torch.zeros_like(numbers)
+            rows = StateRows(numbers * tokens, lens, begun, numbers + 1, sequences if tokens > 1 else 0)
+            out = whole(layer.mixed(hidden[:sequences, start:end].flatten(0, 1), rows, states))
+            parts.append(out[:tokens])
+        return [torch.cat(parts), states.conv[1], states.recurrent[1]]
+
+    expected = mixed([length], 1)
+    found = [mixed([CONV_CHUNK + 1, CONV_CHUNK + 2, length], sequences) for sequences in (1, 2)]
+    if not all(all(map(same_bits, parts, expected)) for parts in found):
+        raise ValueError(
+            f"the bits of {type(layer).__name__} in {placement.dtype} on {device} depend on how a sequence is cut"
+        )

@@ -34,6 +34,7 @@ from memory_pool.kv_layout import KVLayout
 from radixrt.models.config import ModelConfig
 from triton_ops.activations.gelu_and_mul import gelu_and_mul
 from triton_ops.activations.quantised_rows import QuantisedRows
+from triton_ops.activations.sigmoid import sigmoid
 from triton_ops.activations.silu_and_mul import quantised_silu_and_mul, silu_and_mul
 from triton_ops.attention.arguments import Scoring
 from triton_ops.kv.qk_norm_rope_store import HeadNorm
@@ -91,6 +92,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         hidden, self.head_dim = config.hidden_size, config.head_dim
+        self.deterministic = placement.deterministic
         # Of q, k and v, and of gates, if there are some.
         parts = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads, "v_proj": config.num_kv_heads}
         parts |= {} if output_gate is None else {output_gate: config.num_heads}
@@ -140,7 +142,7 @@ class Attention(nn.Module):
             k = self.k_norm(k.flatten(1)).view(k.shape)
         attended = self.attention(q, k, v, metadata, kv_pool)
         for gate in gates:
-            attended.mul_(gate.sigmoid())
+            attended.mul_(sigmoid(gate, deterministic=self.deterministic))
         out: Addend = self.output(attended.flatten(1), split_k_ok=split_k_ok)
         return out
 

@@ -115,11 +115,6 @@ def load_model(
             f"deterministic is True, but weights are in {quantized.numbers}, whose products cannot promise equal "
             "bits; take a checkpoint that is not quantised, without quantization='fp8', or leave deterministic out"
         )
-    if deterministic and config.keeps_states:
-        raise ModelError(
-            f"deterministic is True, but {config.told_states}, whose bits depend on how its tokens are cut into "
-            "passes; leave deterministic out"
-        )
     if deterministic and placement.dtype == torch.float16 and device.type == "cuda":
         raise ModelError(
             "deterministic is True, but the weights are to be float16, in which attention on a GPU cannot promise "

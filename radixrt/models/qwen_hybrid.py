@@ -24,6 +24,7 @@ from radixrt.errors import ModelError
 from radixrt.models.config import ModelConfig
 from radixrt.models.decoder import Attention, Block, Decoder, FeedForward
 from radixrt.models.mixtral import MixtureConfig, split_experts
+from triton_ops.activations.sigmoid import sigmoid
 
 # Projections whose outputs are stored head by head, and what each is made of here.
 _PARTS = MappingProxyType(
@@ -233,8 +234,8 @@ class GatedSharedMoE(SharedMoE):
         self.shared_gate = shared_gate
 
     def of_shared(self, x: Tensor) -> Tensor:
-        share: Tensor = self.shared_gate(x)
-        return super().of_shared(x) * share.sigmoid()
+        share = sigmoid(self.shared_gate(x), deterministic=self.deterministic)
+        return super().of_shared(x) * share
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
         yield from super().checkpoint_tensors(name)

@@ -20,12 +20,13 @@ from radixrt.errors import ModelError, ParameterError
 from radixrt.execution import products
 from radixrt.execution.products import compare_all, product_rows
 from radixrt.limits import CPU_LIMITS
-from radixrt.models.decoder import Decoder
+from radixrt.models.decoder import Decoder, MixerBlock, Recurrent
 from radixrt.models.loader import load_model
 from tests.support import checkpoints
 from tests.support.row_bits import ROWS, differing_counts, threads
 
 DTYPES = ["float32", "bfloat16"]
+FAMILIES = ["built in", "qwen2", "mixtral", "qwen3_moe", "gpt_oss_in_mxfp4", "glm4_moe", "gemma2", "qwen3_5_moe"]
 
 
 def deterministic(source: Path | str, dtype: str = "float32") -> Decoder:
@@ -36,13 +37,10 @@ def deterministic(source: Path | str, dtype: str = "float32") -> Decoder:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {"built in": Path(MODEL_PATH)}
-    for name in ("qwen2", "mixtral", "qwen3_moe", "gpt_oss_in_mxfp4", "glm4_moe", "gemma2"):
+    for name in FAMILIES[1:]:
         found[name] = tmp_path_factory.mktemp(name)
         checkpoints.write(getattr(checkpoints, name)(), found[name])
     return found
-
-
-FAMILIES = ["built in", "qwen2", "mixtral", "qwen3_moe", "gpt_oss_in_mxfp4", "glm4_moe", "gemma2"]
 
 
 def test_numbers_of_rows() -> None:
@@ -94,6 +92,15 @@ class Without(torch.nn.Module):
         return q * v.mean(1, keepdim=True)
 
 
+class WithoutStates(torch.nn.Module):
+    """In place of a recurrent layer: each token keeps its hidden state."""
+
+    input_groups = None
+
+    def forward(self, hidden: Tensor, *rest: object, split_k_ok: bool) -> Tensor:
+        return hidden / 2
+
+
 @pytest.mark.long_unless(
     kept=lambda case: (
         case["dtype"] == "float32"
@@ -110,6 +117,8 @@ def test_a_model_without_attention(family: str, dtype: str, num_threads: int, fo
     for module in decoder.modules():
         if hasattr(module, "attention") and hasattr(module, "qkv"):
             module.attention = Without()
+        if isinstance(module, MixerBlock) and isinstance(module.attention, Recurrent):
+            module.attention = WithoutStates()
     nothing: Any = None
 
     def logits(ids: Tensor) -> Tensor:
@@ -139,6 +148,20 @@ def test_experts_that_know_their_place_are_refused() -> None:
     compare_all(decoder, CPU_LIMITS, 512)
     layer.deterministic = False
     with pytest.raises(ModelError, match=r"in experts of torch.float32 with weights \[64, 32\] on cpu, the bits"):
+        compare_all(decoder, CPU_LIMITS, 512)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "granite4_hybrid"])
+def test_states_that_know_where_a_sequence_was_cut_are_refused(family: str, tmp_path: Path) -> None:
+    """As those of layers that are not deterministic do."""
+    decoder = deterministic(checkpoints.write(getattr(checkpoints, family)(), tmp_path))
+    compare_all(decoder, CPU_LIMITS, 512)
+    recurrent = [layer for layer in decoder.modules() if isinstance(layer, Recurrent)]
+    for layer in recurrent:
+        layer.deterministic = False
+    with pytest.raises(
+        ModelError, match=r"the bits of \w+ in torch.float32 on cpu depend on how a sequence is cut"
+    ):
         compare_all(decoder, CPU_LIMITS, 512)
 
 

@@ -464,17 +464,6 @@ def test_the_costs_that_plans_are_made_of(reference: tuple[Any, Path]) -> None:
 # --- what is refused ---
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"deterministic": True}, "deterministic is True, but layers of a Qwen3_5ForCausalLM keep a state"),
-    ],
-)
-def test_what_states_cannot_do(folder: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises((ModelError, ParameterError), match=message):
-        Runtime(folder, device="cpu", max_total_tokens=300, **options)
-
-
 def test_states_are_refused_before_weights_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They would fit, were it not for the weights."""
     model, _ = load_model(folder, device=CPU)

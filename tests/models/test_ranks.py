@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -395,8 +396,14 @@ def test_parts_that_are_held_as_they_are_stored(name: str, tmp_path: Path) -> No
         assert any(weight.scale is not None for weight in weights_of(held))
 
 
-@pytest.mark.parametrize("name", ["olmo2", "glm4-moe", "gpt-oss in MXFP4"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        *product(("olmo2", "glm4-moe", "gpt-oss in MXFP4"), (2, 4)),
+        ("qwen3.5-moe", 2),
+        ("lfm2 with biases, its size as it is", 2),
+    ],
+)
 def test_a_deterministic_model(name: str, size: int, tmp_path: Path) -> None:
     """The bits of a token's logits are those of another pass. Tables know which rank adds a bias."""
     make: Any = MODELS[name]

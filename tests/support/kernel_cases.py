@@ -930,12 +930,14 @@ def _recurrent_cases() -> Iterator[KernelCase]:
             call = partial(_gated_delta, dims, dtype, num_extends, batch)
             name = f"{num_extends} of {batch}, d {dims[0]} and {dims[1]}, {SHORT_NAMES[dtype]}"
             yield KernelCase(gated_delta, name, call, few)
+            yield KernelCase(gated_delta, f"{name}, deterministic", partial(call, deterministic=True), few)
     for (groups, *dims), dtype in product(((1, 128, 64), (8, 128, 80), (1, 256, 64), (2, 48, 40)), SHORT_NAMES):
         few = dims == [128, 64] and dtype == torch.bfloat16
         for num_extends, batch in ((1, 1), (2, 64)):
             call = partial(_state_space, groups, (dims[0], dims[1]), dtype, num_extends, batch)
             name = f"{num_extends} of {batch}, d {dims[0]} and {dims[1]}, {SHORT_NAMES[dtype]}"
             yield KernelCase(state_space, name, call, few)
+            yield KernelCase(state_space, f"{name}, deterministic", partial(call, deterministic=True), few)
     for (size, width), dtype, has_bias in product(((8192, 4), (1000, 3)), SHORT_NAMES, (False, True)):
         few = size == 8192 and dtype == torch.bfloat16
         name = f"{size} x {width}, {SHORT_NAMES[dtype]}, {'with' if has_bias else 'no'} bias"
@@ -970,7 +972,9 @@ def _state_rows(num_extends: int, batch: int) -> StateRows:
     return StateRows(ints, ints, ints, ints, num_extends)
 
 
-def _gated_delta(dims: tuple[int, int], dtype: torch.dtype, num_extends: int, batch: int) -> None:
+def _gated_delta(
+    dims: tuple[int, int], dtype: torch.dtype, num_extends: int, batch: int, *, deterministic: bool = False
+) -> None:
     """16 key heads and 32 value heads, of one projection."""
     (k_dim, v_dim), num_tokens = dims, 4096
     sizes = [16 * k_dim, 16 * k_dim, 32 * v_dim]
@@ -979,10 +983,19 @@ def _gated_delta(dims: tuple[int, int], dtype: torch.dtype, num_extends: int, ba
     b, a = torch.empty(num_tokens, 64, dtype=dtype).split(32, 1)
     states, vector = torch.empty(3, 32, k_dim, v_dim), torch.empty(32, dtype=dtype)
     rows = _state_rows(num_extends, batch)
-    gated_delta(q, k, v, a, b, vector.float(), vector, states, rows, impl="triton")
+    inputs = q, k, v, a, b, vector.float(), vector, states, rows
+    gated_delta(*inputs, deterministic=deterministic, impl="triton")
 
 
-def _state_space(num_groups: int, dims: tuple[int, int], dtype: torch.dtype, num_extends: int, batch: int) -> None:
+def _state_space(
+    num_groups: int,
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    num_extends: int,
+    batch: int,
+    *,
+    deterministic: bool = False,
+) -> None:
     """48 heads, of one projection."""
     (k_dim, v_dim), num_tokens = dims, 4096
     sizes = [48 * v_dim, num_groups * k_dim, num_groups * k_dim]
@@ -991,7 +1004,8 @@ def _state_space(num_groups: int, dims: tuple[int, int], dtype: torch.dtype, num
     dt = torch.empty(num_tokens, sum(sizes), dtype=dtype)[:, -48:]
     states, vector = torch.empty(3, 48, k_dim, v_dim), torch.empty(48)
     rows = _state_rows(num_extends, batch)
-    state_space(x, dt, b, c, vector, vector, vector, states, rows, impl="triton")
+    inputs = x, dt, b, c, vector, vector, vector, states, rows
+    state_space(*inputs, deterministic=deterministic, impl="triton")
 
 
 def _causal_conv(size: int, width: int, dtype: torch.dtype, has_bias: bool, *, gated: bool = False) -> None:

@@ -23,6 +23,7 @@ from layers.products import revealing_inputs
 from tests.support.row_bits import COUNTS, ROWS, differing_counts, threads
 from triton_ops.activations.clamped_swiglu import clamped_swiglu
 from triton_ops.activations.gelu_and_mul import gelu_and_mul
+from triton_ops.activations.sigmoid import sigmoid
 from triton_ops.activations.silu_and_mul import silu_and_mul
 from triton_ops.attention.soft_cap import soft_cap
 from triton_ops.implementation import triton
@@ -78,6 +79,7 @@ def rows_cases(random: Random) -> Iterator[Case]:
         for kind in ("none", "tanh"):
             gelu = partial(gelu_and_mul, approximate=kind, deterministic=True)
             yield f"gelu {kind} {size}", gelu, (gated,)
+        yield f"sigmoid {size}", partial(sigmoid, deterministic=True), (x,)
         yield f"soft_cap {size}", partial(soft_cap, cap=5.0), (x,)
         table = random(300, size)
         yield f"embedding {size}", lambda ids, table=table: embedding(ids, table) * 16.0, (random.ints(300, ROWS),)

@@ -22,6 +22,7 @@ from triton_ops.tuning import (
     gated_linear_config,
     shared_config,
     split_k_config,
+    token_by_token_config,
     training_config,
 )
 
@@ -37,6 +38,7 @@ CONFIGS: dict[str, Callable[[GPU], object]] = {
     "experts": lambda gpu: expert_config(gpu, 16, 64, 1536, 2048, torch.bfloat16),
     "delta, chunks": lambda gpu: delta_chunks_config(gpu, 128, 128, torch.bfloat16),
     "delta, steps": lambda gpu: delta_step_config(gpu, 128, torch.float16),
+    "token by token": lambda gpu: token_by_token_config(gpu, 128, 128),
     "copy": lambda gpu: copy_config(gpu, from_host=False, to_host=False),
 }
 

@@ -8,12 +8,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
+from layers import gated_delta_net
 from radixrt.config import RuntimeConfig
 from radixrt.sampling_params import SamplingParams
 from radixrt.verify import verify
-from tests.support.checkpoints import gemma2, gemma3, glm4_moe, gpt_oss_in_mxfp4, llama, qwen3, qwen3_moe, write
+from tests.support.checkpoints import (
+    gemma2,
+    gemma3,
+    glm4_moe,
+    gpt_oss_in_mxfp4,
+    granite4_hybrid_moe,
+    lfm2,
+    lfm2_moe,
+    llama,
+    nemotron_h,
+    qwen3,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_moe,
+    write,
+)
 from tests.support.interpreter import require_interpreter
+from triton_ops.recurrent.gated_delta import gated_delta
 
 FAMILIES = {
     "Llama": llama,
@@ -23,6 +41,12 @@ FAMILIES = {
     "Qwen3-MoE": qwen3_moe,
     "gpt-oss": gpt_oss_in_mxfp4,  # sinks
     "GLM-4.5": glm4_moe,  # a router of sigmoids
+    "Qwen3.5": qwen3_5,  # gated delta nets, and heads whose outputs are gated
+    "Qwen3.5-MoE": qwen3_5_moe,  # a gate of the shared expert
+    "LFM2": lfm2,  # short convolutions
+    "LFM2-MoE": lfm2_moe,
+    "Granite 4": granite4_hybrid_moe,  # Mamba-2
+    "Nemotron-H": nemotron_h,
 }
 # Every change of what is cached, of cuts and company; options that make another Runtime are in the long test.
 USUAL = ("cut-0", "together", "jitter-0", "chunks-64", "small-pool-jitter")
@@ -50,7 +74,9 @@ def params(count: int) -> list[SamplingParams]:
 
 
 # gpt-oss has experts as Qwen3-MoE has; tests/verify/test_matrix.py runs a dense model.
-@pytest.mark.long_unless(kept=lambda given: given["family"] == "gpt-oss" and given["dtype"] == "float32")
+@pytest.mark.long_unless(
+    kept=lambda given: given["family"] in ("gpt-oss", "Qwen3.5") and given["dtype"] == "float32"
+)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_same_bits_in_every_situation(family: str, dtype: str, tmp_path: Path) -> None:
@@ -84,13 +110,21 @@ def test_the_same_bits_on_a_gpu(family: str, dtype: str, tmp_path: Path) -> None
     assert result.same_bits, result.outcomes
 
 
-@pytest.mark.parametrize("fault", ["products", "attention"])
+def in_chunks(*arguments: Any, deterministic: bool, **options: Any) -> Tensor:
+    """Counted from where an extend begins."""
+    return gated_delta(*arguments, **options)
+
+
+@pytest.mark.parametrize("fault", ["products", "attention", "states"])
 def test_a_part_that_is_not_deterministic_is_found(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As they are without the option."""
-    folder = write(llama(seed=2), tmp_path)
-    if fault == "attention":
+    folder = write((qwen3_5 if fault == "states" else llama)(seed=2), tmp_path)
+    if fault == "states":
+        monkeypatch.setattr("radixrt.execution.products._check_states", lambda decoder, layer: None)
+        monkeypatch.setattr(gated_delta_net, "gated_delta", in_chunks)
+    elif fault == "attention":
         import radixrt.models.decoder
 
         class Plain(radixrt.models.decoder.RadixAttention):

@@ -18,9 +18,21 @@ from triton_ops.recurrent.gated_delta_kernels import (
     delta_step_kernel,
     delta_within_kernel,
 )
-from triton_ops.recurrent.rows import StateRows, begun_states, leave_states
+from triton_ops.recurrent.rows import (
+    StateRows,
+    begun_states,
+    check_exact,
+    go_through,
+    leave_states,
+)
 from triton_ops.recurrent.softplus import softplus
-from triton_ops.tuning import MAX_DELTA_DIM, RECURRENT_DTYPES, delta_chunks_config, delta_step_config
+from triton_ops.tuning import (
+    MAX_DELTA_DIM,
+    RECURRENT_DTYPES,
+    delta_chunks_config,
+    delta_step_config,
+    token_by_token_config,
+)
 
 CHUNK = 64  # tokens, in torch
 
@@ -36,6 +48,7 @@ def gated_delta(
     states: Tensor,
     rows: StateRows,
     *,
+    deterministic: bool = False,
     impl: Impl = "auto",
 ) -> Tensor:
     """The outputs of `gated_delta_reference`, whose states are read from and left in a pool.
@@ -48,6 +61,9 @@ def gated_delta(
         a_log, dt_bias: `[num_v_heads]`, contiguous, any float dtype.
         states: `[num_states, num_v_heads, k_dim, v_dim]`, float32 (or another float dtype: rounded when left), a
             state contiguous. Those that `rows` leave are written.
+        deterministic: the bits of a token's output, and of the state that it leaves, depend on the tokens up to it
+            alone, not on where its sequence was cut into extends: all rows go token by token. States are in the
+            dtype that is computed in then.
 
     Returns `[T, num_v_heads, v_dim]` in q's dtype, contiguous. What it holds at tokens of no row is undefined.
 
@@ -56,12 +72,25 @@ def gated_delta(
     In torch everything is computed in float32, or in float64 from such q: rows of several tokens in chunks of 64,
     all rows of one token together. So do the kernels, but in a chunk they multiply in q's dtype and add in
     float32: the state is float32 from chunk to chunk, and rounded where a product reads it. A row's bits do not
-    depend on other rows; they do on where its sequence was cut into extends.
+    depend on other rows.
     """
     _check(q, k, v, a, b, a_log, dt_bias, states)
+    if deterministic:
+        check_exact(states, q.dtype)
     if runs_triton(impl, q.device):
-        return _launch(q, k, v, a, b, a_log, dt_bias, states, rows)
+        return _launch(q, k, v, a, b, a_log, dt_bias, states, rows, deterministic)
     out = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
+    if deterministic:
+        every = _Tokens.of(q, k, v, a, b, a_log, dt_bias)
+
+        def step(begun: Tensor, tokens: Tensor) -> Tensor:
+            now = (x[tokens] for x in (every.q, every.k, every.v, every.log_decay, every.beta))
+            read, left = _step(begun, *now)
+            out[tokens] = read.to(out.dtype)
+            return left
+
+        go_through(states, rows, step)
+        return out
     tokens, read_from, write_to = rows.single()
     if len(tokens):
         at = _Tokens.of(q[tokens], k[tokens], v[tokens], a[tokens], b[tokens], a_log, dt_bias)
@@ -207,6 +236,7 @@ def _launch(
     dt_bias: Tensor,
     states: Tensor,
     rows: StateRows,
+    deterministic: bool,
 ) -> Tensor:
     (num_tokens, num_heads, v_dim), k_dim, num_extends = v.shape, q.shape[2], rows.num_extends
     if q.dtype not in RECURRENT_DTYPES:
@@ -214,6 +244,8 @@ def _launch(
     if k_dim > MAX_DELTA_DIM:
         raise ValueError(f"k_dim is {k_dim}, but the kernels have room for {MAX_DELTA_DIM}")
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    if deterministic:
+        num_extends = 0  # the kernel of steps goes through all rows
     num_steps = len(rows.lens) - num_extends
     if num_tokens == 0:
         return out
@@ -286,6 +318,8 @@ def _launch(
         )
     if num_steps:
         block_v, num_warps = delta_step_config(gpu, v_dim, q.dtype)
+        if deterministic:
+            block_v, num_warps = token_by_token_config(gpu, k_dim, v_dim)
         delta_step_kernel[(num_steps * num_heads * cdiv(v_dim, block_v),)](
             start_loc=rows.start_loc[num_extends:],
             lens=rows.lens[num_extends:],
@@ -296,6 +330,7 @@ def _launch(
             **columns,
             **heads,
             BLOCK_V=block_v,
+            LONG=deterministic,
             num_warps=num_warps,
             **overlapped(q.device, num_steps),
         )

@@ -1,4 +1,4 @@
-"""The kernels of the gated delta rule: one token a row, or chunks of tokens."""
+"""The kernels of the gated delta rule: token by token, or chunks of tokens."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ def delta_step_kernel(
     q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
     a_stride, a_head_stride, b_stride, b_head_stride, state_stride,
     NUM_V_HEADS: tl.constexpr, GROUP: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, LONG: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program is a row of one token, a value head and some columns of its state, which is read and written once:
-    what the token reads, `S^T q` after the state has learnt it, is computed from the state before.
+    what the token reads, `S^T q` after the state has learnt it, is computed from the state before. With `LONG`
+    rows have any number of tokens, one after the other, each loaded while the one before is computed; a token has
+    the same code in all rows.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -34,8 +36,9 @@ def delta_step_kernel(
     row = tl.program_id(0) // (num_blocks * NUM_V_HEADS)
     begins = tl.load(read_from + row).to(tl.int64)
     ends = tl.load(write_to + row).to(tl.int64)
-    token = tl.load(start_loc + row).to(tl.int64)
-    if tl.load(lens + row) == 0:
+    first = tl.load(start_loc + row).to(tl.int64)
+    length = tl.load(lens + row)
+    if length == 0:
         return
     d = tl.arange(0, BLOCK_K)
     c = block * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -43,23 +46,45 @@ def delta_step_kernel(
     element = head * K_DIM * V_DIM + d[:, None] * V_DIM + c[None, :]
     state = tl.load(states + begins * state_stride + element, mask=in_state & (begins != 0), other=0.0)
     state = state.to(tl.float32)
-    k_head = head // GROUP
-    query = tl.load(q + token * q_stride + k_head * q_head_stride + d, mask=d < K_DIM, other=0.0).to(tl.float32)
-    key = tl.load(k + token * k_stride + k_head * k_head_stride + d, mask=d < K_DIM, other=0.0).to(tl.float32)
-    value = tl.load(v + token * v_stride + head * v_head_stride + c, mask=c < V_DIM, other=0.0).to(tl.float32)
-    query *= tl.rsqrt(tl.sum(query * query) + _NORM_EPS) * K_DIM**-0.5
-    key *= tl.rsqrt(tl.sum(key * key) + _NORM_EPS)
-    log_decay, beta = _gates(
-        tl.load(a + token * a_stride + head * a_head_stride),
-        tl.load(b + token * b_stride + head * b_head_stride),
-        tl.load(a_log + head),
-        tl.load(dt_bias + head),
-    )
-    state *= tl.exp(log_decay)
-    added = beta * (value - tl.sum(state * key[:, None], 0))
-    read = tl.sum(state * query[:, None], 0) + tl.sum(key * query) * added
-    state += key[:, None] * added[None, :]
-    tl.store(out + (token * NUM_V_HEADS + head) * V_DIM + c, read, mask=c < V_DIM)
+    q_at = q + first * q_stride + head // GROUP * q_head_stride + d
+    k_at = k + first * k_stride + head // GROUP * k_head_stride + d
+    v_at = v + first * v_stride + head * v_head_stride + c
+    a_at = a + first * a_stride + head * a_head_stride
+    b_at = b + first * b_stride + head * b_head_stride
+    out_at = out + (first * NUM_V_HEADS + head) * V_DIM + c
+    rate = tl.load(a_log + head)
+    bias = tl.load(dt_bias + head)
+    next_query = tl.load(q_at, mask=d < K_DIM, other=0.0)
+    next_key = tl.load(k_at, mask=d < K_DIM, other=0.0)
+    next_value = tl.load(v_at, mask=c < V_DIM, other=0.0)
+    next_a = tl.load(a_at)
+    next_b = tl.load(b_at)
+    for nth in range(length if LONG else 1):
+        query = next_query.to(tl.float32)
+        key = next_key.to(tl.float32)
+        value = next_value.to(tl.float32)
+        log_decay, beta = _gates(next_a, next_b, rate, bias)
+        if LONG:
+            q_at += q_stride
+            k_at += k_stride
+            v_at += v_stride
+            a_at += a_stride
+            b_at += b_stride
+            more = nth + 1 < length
+            next_query = tl.load(q_at, mask=(d < K_DIM) & more, other=0.0)
+            next_key = tl.load(k_at, mask=(d < K_DIM) & more, other=0.0)
+            next_value = tl.load(v_at, mask=(c < V_DIM) & more, other=0.0)
+            next_a = tl.load(a_at, mask=more, other=0.0)
+            next_b = tl.load(b_at, mask=more, other=0.0)
+        query *= tl.rsqrt(tl.sum(query * query) + _NORM_EPS) * K_DIM**-0.5
+        key *= tl.rsqrt(tl.sum(key * key) + _NORM_EPS)
+        state *= tl.exp(log_decay)
+        added = beta * (value - tl.sum(state * key[:, None], 0))
+        read = tl.sum(state * query[:, None], 0) + tl.sum(key * query) * added
+        # Which of the two products is rounded must not be left to the compiler.
+        state = tl.fma(key[:, None], added[None, :], state)
+        tl.store(out_at, read, mask=c < V_DIM)
+        out_at += NUM_V_HEADS * V_DIM
     tl.store(states + ends * state_stride + element, state, mask=in_state & (ends != 0))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -79,6 +80,28 @@ def leave_states(states: Tensor, write_to: Tensor, left: Tensor) -> None:
     """`states[write_to] = left`, except for state 0. `write_to` is int64 `[n]`."""
     kept = write_to != ZERO_STATE
     states[write_to[kept]] = left[kept].to(states.dtype)
+
+
+def go_through(states: Tensor, rows: StateRows, step: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Go through the tokens of all rows, one after the other, rows side by side, and leave their states.
+
+    `step` is called with the states of n rows `[n, ...]` and the next token of each, int64 `[n]`; it returns the
+    states that these tokens leave.
+    """
+    start_loc, lens, read_from, write_to = (
+        ints.long() for ints in (rows.start_loc, rows.lens, rows.read_from, rows.write_to)
+    )
+    at = begun_states(states, read_from)
+    for nth in range(int(lens.max()) if len(lens) else 0):
+        live = (lens > nth).nonzero().squeeze(1)
+        at[live] = step(at[live], start_loc[live] + nth)
+    leave_states(states, write_to[lens > 0], at[lens > 0])
+
+
+def check_exact(states: Tensor, dtype: torch.dtype) -> None:
+    """Raise ValueError if states are rounded where rows of tokens in `dtype` end: bits would show the ends."""
+    if states.dtype != (computed := torch.promote_types(dtype, torch.float32)):
+        raise ValueError(f"states of deterministic layers must be {computed}, but are {states.dtype}")
 
 
 # --- for kernels ---

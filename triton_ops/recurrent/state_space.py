@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from triton_ops.implementation import Impl, cdiv, gpu_of, next_power_of_2, overlapped, runs_triton
-from triton_ops.recurrent.rows import StateRows, begun_states, leave_states
+from triton_ops.recurrent.rows import (
+    StateRows,
+    begun_states,
+    check_exact,
+    go_through,
+    leave_states,
+)
 from triton_ops.recurrent.softplus import softplus
 from triton_ops.recurrent.state_space_kernels import (
     state_space_across_kernel,
@@ -23,6 +29,7 @@ from triton_ops.tuning import (
     RECURRENT_DTYPES,
     state_space_chunks_config,
     state_space_step_config,
+    token_by_token_config,
 )
 
 CHUNK = 64  # tokens, in torch
@@ -41,6 +48,7 @@ def state_space(
     rows: StateRows,
     *,
     dt_limits: tuple[float, float] = UNLIMITED,
+    deterministic: bool = False,
     impl: Impl = "auto",
 ) -> Tensor:
     """The outputs of `state_space_reference`, whose states are read from and left in a pool.
@@ -54,6 +62,7 @@ def state_space(
         states: `[num_states, num_heads, state_size, head_dim]`, float32 (or another float dtype: rounded when
             left), a state contiguous. Those that `rows` leave are written.
         dt_limits: the least and the largest step.
+        deterministic: as in `gated_delta`.
 
     Returns `[T, num_heads, head_dim]` in x's dtype, contiguous. What it holds at tokens of no row is undefined.
 
@@ -62,12 +71,24 @@ def state_space(
     In torch everything is computed in float32, or in float64 from such x: rows of several tokens in chunks of 64,
     all rows of one token together. So do the kernels, but in a chunk they multiply in x's dtype and add in
     float32: the state is float32 from chunk to chunk, and rounded where a product reads it. A row's bits do not
-    depend on other rows; they do on where its sequence was cut into extends.
+    depend on other rows.
     """
     _check(x, dt, b, c, a_log, d, dt_bias, states)
+    if deterministic:
+        check_exact(states, x.dtype)
     if runs_triton(impl, x.device):
-        return _launch(x, dt, b, c, a_log, d, dt_bias, states, rows, dt_limits)
+        return _launch(x, dt, b, c, a_log, d, dt_bias, states, rows, dt_limits, deterministic)
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    if deterministic:
+        every = _Tokens.of(x, dt, b, c, a_log, d, dt_bias, dt_limits)
+
+        def step(begun: Tensor, tokens: Tensor) -> Tensor:
+            read, left = _step(begun, *(y[tokens] for y in (every.added, every.b, every.c, every.log_decay)))
+            out[tokens] = (read + every.skipped[tokens]).to(out.dtype)
+            return left
+
+        go_through(states, rows, step)
+        return out
     tokens, read_from, write_to = rows.single()
     if len(tokens):
         at = _Tokens.of(x[tokens], dt[tokens], b[tokens], c[tokens], a_log, d, dt_bias, dt_limits)
@@ -206,6 +227,7 @@ def _launch(
     states: Tensor,
     rows: StateRows,
     dt_limits: tuple[float, float],
+    deterministic: bool,
 ) -> Tensor:
     (num_tokens, num_heads, v_dim), (num_groups, k_dim), num_extends = x.shape, b.shape[1:], rows.num_extends
     if x.dtype not in RECURRENT_DTYPES:
@@ -213,6 +235,8 @@ def _launch(
     if k_dim > MAX_STATE_SPACE_DIM:
         raise ValueError(f"state_size is {k_dim}, but the kernels have room for {MAX_STATE_SPACE_DIM}")
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if deterministic:
+        num_extends = 0  # the kernel of steps goes through all rows
     num_steps = len(rows.lens) - num_extends
     if num_tokens == 0:
         return out
@@ -278,6 +302,8 @@ def _launch(
         )
     if num_steps:
         block_v, num_warps = state_space_step_config(gpu, k_dim, v_dim)
+        if deterministic:
+            block_v, num_warps = token_by_token_config(gpu, k_dim, v_dim)
         state_space_step_kernel[(num_steps * num_heads * cdiv(v_dim, block_v),)](
             start_loc=rows.start_loc[num_extends:],
             lens=rows.lens[num_extends:],
@@ -286,6 +312,7 @@ def _launch(
             **keys,
             **heads,
             BLOCK_V=block_v,
+            LONG=deterministic,
             num_warps=num_warps,
             **overlapped(x.device, num_steps),
         )

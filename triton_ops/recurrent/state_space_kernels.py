@@ -1,4 +1,4 @@
-"""The kernels of Mamba-2's state space: one token a row, or chunks of tokens."""
+"""The kernels of Mamba-2's state space: token by token, or chunks of tokens."""
 
 # Tests: tests/triton_ops/recurrent/test_state_space.py
 
@@ -16,9 +16,11 @@ def state_space_step_kernel(
     x_stride, x_head_stride, dt_stride, dt_head_stride, b_stride, b_group_stride, c_stride, c_group_stride,
     state_stride,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, LONG: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program is a row of one token, a head and some columns of its state, which is read and written once."""
+    """A program is a row of one token, a head and some columns of its state, which is read and written once. With
+    `LONG` rows have any number of tokens, as in `delta_step_kernel`.
+    """
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -28,24 +30,48 @@ def state_space_step_kernel(
     row = tl.program_id(0) // (num_blocks * NUM_HEADS)
     begins = tl.load(read_from + row).to(tl.int64)
     ends = tl.load(write_to + row).to(tl.int64)
-    token = tl.load(start_loc + row).to(tl.int64)
-    if tl.load(lens + row) == 0:
+    first = tl.load(start_loc + row).to(tl.int64)
+    length = tl.load(lens + row)
+    if length == 0:
         return
     k = tl.arange(0, BLOCK_K)
     v = block * BLOCK_V + tl.arange(0, BLOCK_V)
     in_state = (k < K_DIM)[:, None] & (v < V_DIM)[None, :]
     element = head * K_DIM * V_DIM + k[:, None] * V_DIM + v[None, :]
     state = tl.load(states + begins * state_stride + element, mask=in_state & (begins != 0), other=0.0)
-    group = head // GROUP
-    written = tl.load(b + token * b_stride + group * b_group_stride + k, mask=k < K_DIM, other=0.0).to(tl.float32)
-    read = tl.load(c + token * c_stride + group * c_group_stride + k, mask=k < K_DIM, other=0.0).to(tl.float32)
-    value = tl.load(x + token * x_stride + head * x_head_stride + v, mask=v < V_DIM, other=0.0).to(tl.float32)
-    step = tl.load(dt + token * dt_stride + head * dt_head_stride)
-    step = _step_size(step, tl.load(dt_bias + head), dt_min, dt_max)
-    state = state.to(tl.float32) * tl.exp(step * -tl.exp(tl.load(a_log + head).to(tl.float32)))
-    state += written[:, None] * (step * value)[None, :]
-    result = tl.sum(state * read[:, None], 0) + tl.load(d + head).to(tl.float32) * value
-    tl.store(out + (token * NUM_HEADS + head) * V_DIM + v, result, mask=v < V_DIM)
+    state = state.to(tl.float32)
+    b_at = b + first * b_stride + head // GROUP * b_group_stride + k
+    c_at = c + first * c_stride + head // GROUP * c_group_stride + k
+    x_at = x + first * x_stride + head * x_head_stride + v
+    dt_at = dt + first * dt_stride + head * dt_head_stride
+    out_at = out + (first * NUM_HEADS + head) * V_DIM + v
+    rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
+    skipped = tl.load(d + head).to(tl.float32)
+    bias = tl.load(dt_bias + head)
+    next_written = tl.load(b_at, mask=k < K_DIM, other=0.0)
+    next_read = tl.load(c_at, mask=k < K_DIM, other=0.0)
+    next_value = tl.load(x_at, mask=v < V_DIM, other=0.0)
+    next_dt = tl.load(dt_at)
+    for nth in range(length if LONG else 1):
+        written = next_written.to(tl.float32)
+        read = next_read.to(tl.float32)
+        value = next_value.to(tl.float32)
+        step = _step_size(next_dt, bias, dt_min, dt_max)
+        if LONG:
+            b_at += b_stride
+            c_at += c_stride
+            x_at += x_stride
+            dt_at += dt_stride
+            more = nth + 1 < length
+            next_written = tl.load(b_at, mask=(k < K_DIM) & more, other=0.0)
+            next_read = tl.load(c_at, mask=(k < K_DIM) & more, other=0.0)
+            next_value = tl.load(x_at, mask=(v < V_DIM) & more, other=0.0)
+            next_dt = tl.load(dt_at, mask=more, other=0.0)
+        # Which of the two products is rounded must not be left to the compiler.
+        state = tl.fma(written[:, None], (step * value)[None, :], state * tl.exp(step * rate))
+        result = tl.sum(state * read[:, None], 0) + skipped * value
+        tl.store(out_at, result, mask=v < V_DIM)
+        out_at += NUM_HEADS * V_DIM
     tl.store(states + ends * state_stride + element, state, mask=in_state & (ends != 0))
 
 
