@@ -402,6 +402,8 @@ def test_parts_that_are_held_as_they_are_stored(name: str, tmp_path: Path) -> No
         *product(("olmo2", "glm4-moe", "gpt-oss in MXFP4"), (2, 4)),
         ("qwen3.5-moe", 2),
         ("lfm2 with biases, its size as it is", 2),
+        ("granite4 hybrid, with rope, biases and one group", 2),
+        ("nemotron-h, with biases and one group", 2),
     ],
 )
 def test_a_deterministic_model(name: str, size: int, tmp_path: Path) -> None:
