@@ -97,8 +97,8 @@ def record_of(subject: Subject, name: str, prompts: Sequence[WorkloadPrompt]) ->
     }
     if isinstance(subject, ReplicaGroup):
         figures = subject.replica_figures
-        last = max(figure.seconds for figure in figures)
-        found["ends"] = sum(figure.seconds for figure in figures) / last / len(figures)
+        found["ended"] = [figure.seconds for figure in figures]
+        found["ends"] = sum(found["ended"]) / max(found["ended"]) / len(figures)
         found["busy"] = [figure.busy_seconds for figure in figures]
         found["restarts"] = [figure.restarts for figure in figures]
         found["planned_twice"] = planned_twice(subject, prompts)
@@ -131,13 +131,16 @@ def run(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
             with opened(str(folder), count, given.tp) as subject:
                 about = {"config": given.config, "tp": given.tp, "replicas": count}
                 about |= {"start": time.perf_counter() - began, "killed": False}
-                for name, part in zip(given.lists, given.part * len(given.lists), strict=False):
-                    record = measure(subject, name, part, given.seed)
-                    yield about | record
-                    if given.kill and count == max(given.replicas) and name == given.lists[0]:
-                        assert isinstance(subject, ReplicaGroup)
-                        record = killed_in_the_middle(subject, name, part, given.seed, record["seconds"] / 2)
-                        yield about | record | {"killed": True}
+                lists = list(zip(given.lists, given.part * len(given.lists), strict=False))
+                records: list[dict[str, Any]] = []
+                for name, part in lists:
+                    records.append(about | measure(subject, name, part, given.seed))
+                    yield records[-1]
+                if given.kill and count == max(given.replicas):  # at last: the process that comes after it starts
+                    assert isinstance(subject, ReplicaGroup)
+                    name, part = lists[0]
+                    record = killed_in_the_middle(subject, name, part, given.seed, records[0]["seconds"] / 2)
+                    yield about | record | {"killed": True}
 
 
 def comparison(records: Sequence[dict[str, Any]]) -> Table:
