@@ -1,7 +1,5 @@
 """The requests of a list of prompts, each made when it is first wanted: replicas begin before all are there."""
 
-# Tests: tests/replicas/test_listed.py
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """The process of a replica: a Runtime that runs what its group sends, and sends back what has ended."""
 
-# Tests: tests/replicas/test_group.py, tests/replicas/test_links.py
-
 from __future__ import annotations
 
 import logging
