@@ -40,11 +40,11 @@ def listed_requests(
     call: int,
 ) -> tuple[list[RequestOutput], Listed]:
     """What `RequestBuilder.build_all` makes of a list, or raises. Requests are made when they are wanted."""
+    given = list(one_each(params, len(prompts), many=True))  # some can be read once only
     if on_error in ("raise", "return") and prompts:
-        each = one_each(params, len(prompts), many=True)
-        if (found := _all_sound(builder, prompts, each, call)) is not None:
+        if (found := _all_sound(builder, prompts, given, call)) is not None:
             return [], found
-    outputs, requests = builder.build_all(prompts, params, True, None, None, on_error, call=call)
+    outputs, requests = builder.build_all(prompts, given, True, None, None, on_error, call=call)
     return outputs, Listed(requests, TokenStore.of(each.prompt_ids for each in requests), demands_of(requests))
 
 

@@ -96,7 +96,7 @@ def built_or_error(prompts: list[Any], params: list[Any], on_error: Any, call: i
 
 def listed_or_error(prompts: list[Any], params: list[Any], on_error: Any, call: int) -> tuple[Any, Any]:
     try:
-        return listed_requests(builder(), prompts, params, on_error, call)
+        return listed_requests(builder(), prompts, iter(params), on_error, call)  # which has them once
     except (PromptError, ParameterError) as error:
         return (type(error), str(error)), None
 
@@ -138,6 +138,22 @@ def test_requests_are_made_when_they_are_wanted_and_keep_their_prompts() -> None
     assert not any(np.shares_memory(request.prompt_ids, found.store.tokens) for request in found.requests), (
         "an output that is kept would keep the prompts of the whole list"
     )
+
+
+def test_parameters_that_are_made_when_they_are_asked_for() -> None:
+    """Such as those of a data set's column: each time others, perhaps where those before were."""
+
+    class Column(Sequence[Any]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: Any) -> Any:
+            if index >= 8:
+                raise IndexError
+            return SamplingParams(max_new_tokens=1 + index % 4)
+
+    _, found = listed_requests(builder(), arrays(*([n] for n in range(8))), Column(), "raise", 0)
+    assert [request.max_new_tokens for request in found.requests] == [1, 2, 3, 4] * 2
 
 
 def test_the_wrong_number_of_parameters() -> None:
