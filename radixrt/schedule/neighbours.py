@@ -12,6 +12,7 @@ from radixrt.cache.states import FEWEST
 from radixrt.schedule.answer import Answer, place_of
 
 MAX_ASKED = 256  # neighbours on either side, of one answer
+FORGET_EACH = 1024  # answers that have come: users of states are looked up anew, as many of them have ended
 
 
 class Neighbours:
@@ -32,6 +33,8 @@ class Neighbours:
                 self._keys[answer] = key = sort_key(answer.tokens())
                 insort(self._sorted.setdefault(answer.request.namespace, []), (key, answer), key=itemgetter(0))
                 self._num_added += 1
+                if self._num_added % FORGET_EACH == 0:
+                    self._users.clear()
 
     def remove(self, answer: Answer) -> None:
         """Forget an answer, if it is here."""
@@ -46,7 +49,7 @@ class Neighbours:
     def next_use(self, node: Node) -> int | None:
         """The number, by arrival, of the first answer here that may begin with a node's state; None: none may.
 
-        Those that came after it was first asked for count once the others have gone.
+        Those that came after it was first asked for count once the others have gone, or many have come.
         """
         known, users, added = self._users.get(node.state, (None, [], -1))
         while users and users[-1] not in self._keys:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -110,6 +111,24 @@ def test_who_is_first_is_found_again_once_the_others_are_gone() -> None:
     while answers:
         waiting.remove(answers.pop())
     assert not any(answer() for answer in known), "nobody holds what does not wait"
+
+
+def test_who_has_gone_is_forgotten_while_another_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of states that are never asked for again."""
+    monkeypatch.setattr(neighbours, "FORGET_EACH", 10)
+    tree, waiting, gone = RadixTree(), Neighbours(), list[weakref.ref[Answer]]()
+    waiting.add([answer_of([9, 9])])
+    for state in range(1, 20):
+        answers = [answer_of([state, 5, last], last) for last in range(4)]
+        waiting.add(answers)
+        tokens = np.array([state, 5], np.int32)
+        node, *_ = tree.insert(tree.root(DEFAULT_NAMESPACE), tokens, tokens)
+        node.state = state
+        assert waiting.next_use(node) == 0
+        gone += map(weakref.ref, answers)
+        while answers:
+            waiting.remove(answers.pop())
+    assert sum(answer() is not None for answer in gone) < 10
 
 
 def test_a_state_is_worth_what_it_saves_all() -> None:
