@@ -41,9 +41,9 @@ def listed_requests(
 ) -> tuple[list[RequestOutput], Listed]:
     """What `RequestBuilder.build_all` makes of a list, or raises. Requests are made when they are wanted."""
     given = list(one_each(params, len(prompts), many=True))  # some can be read once only
-    if on_error in ("raise", "return") and prompts:
-        if (found := _all_sound(builder, prompts, given, call)) is not None:
-            return [], found
+    can_begin = bool(prompts) and on_error in ("raise", "return")
+    if can_begin and (found := _all_sound(builder, prompts, given, call)) is not None:
+        return [], found
     outputs, requests = builder.build_all(prompts, given, True, None, None, on_error, call=call)
     return outputs, Listed(requests, TokenStore.of(each.prompt_ids for each in requests), demands_of(requests))
 
