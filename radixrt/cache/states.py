@@ -34,6 +34,7 @@ from radixrt.cache.radix_tree import DEVICE, Node
 NO_STATE = 0
 FOR_FRESH = 2  # states that leases begin without, as long as others run: what is not kept is computed again
 LEAST_GAIN = 32  # tokens that a state saves, where nobody waits for it
+AT_ONCE = 64  # of so many states that are waited for, one is given up at once
 FEWEST = 2  # tokens, before which there is no stop and no wait: all prompts of a model begin with one
 
 
@@ -50,8 +51,7 @@ class States:
         kept: by state, the node that has it.
         version: changes whenever a node gets a state, or loses one.
         given_up_unused: how many that were left where prompts part were given up before a lease began with them.
-        next_use: the number, by arrival, of the first request that waits and may begin with a node's state; None
-            where there is none.
+        next_use: how many requests wait before the first one that may begin with a node's state; None: none may.
         host: the states in host memory, if there is a tier of them.
     """
 
@@ -234,7 +234,8 @@ class States:
         if not ends_only:
             soonest = min(uses.values(), default=0)
             worth = {state: self.kept[state].beyond_state / (1 + use - soonest) for state, use in uses.items()}
-            for state in sorted(worth, key=worth.__getitem__)[:missing]:
+            # Where there are many, several at once: others that begin with the pass want some, too.
+            for state in sorted(worth, key=worth.__getitem__)[: max(missing, len(worth) // AT_ONCE)]:
                 self._forget(self.kept[state], passes)
 
     def figures(self) -> dict[str, int]:

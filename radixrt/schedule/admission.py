@@ -12,6 +12,7 @@ import numpy as np
 from memory_pool.slot_allocator import Slots
 from radixrt.arrays import Int32Array
 from radixrt.cache.prefix_cache import Lease, PrefixCache
+from radixrt.cache.radix_tree import Node
 from radixrt.cache.states import States
 from radixrt.schedule.answer import Answer, place_of
 from radixrt.schedule.neighbours import Neighbours
@@ -88,7 +89,7 @@ class Admission:
         self._neighbours = Neighbours()  # of those that wait, where states are kept
         self._cache, self._config = cache, config
         if cache.states is not None:
-            cache.states.next_use = self._neighbours.next_use
+            cache.states.next_use = self._next_use
 
     def admit(self, budget: int, places: int) -> list[ExtendChunk]:
         """Admit at most `places` answers and return their first chunks, of at most `budget` tokens in all."""
@@ -207,6 +208,11 @@ class Admission:
         if self._rows_at != self.changes:
             self._rows, self._rows_at = np.array(self._running_rows, np.int32), self.changes
         return self._rows
+
+    def _next_use(self, node: Node) -> int | None:
+        """How many answers wait before the first one that may begin with a node's state; None: none may."""
+        answer = self._neighbours.first_user(node)
+        return None if answer is None else bisect.bisect_left(self.waiting, answer.place, key=place_of)
 
     def enqueue(self, answer: Answer) -> None:
         """Put an answer in its place in the queue, after those that share it."""

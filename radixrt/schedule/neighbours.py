@@ -46,8 +46,8 @@ class Neighbours:
             if not self._keys:
                 self._users.clear()
 
-    def next_use(self, node: Node) -> int | None:
-        """The number, by arrival, of the first answer here that may begin with a node's state; None: none may.
+    def first_user(self, node: Node) -> Answer | None:
+        """The first answer here, as they stand in the queue, that may begin with a node's state; None: none may.
 
         Those that came after it was first asked for count once the others have gone, or many have come.
         """
@@ -57,7 +57,7 @@ class Neighbours:
         if known is not node or (not users and added != self._num_added):
             users = self._users_of(node)
             self._users[node.state] = (node, users, self._num_added)
-        return users[-1].arrival if users else None
+        return users[-1] if users else None
 
     def partings(self, answer: Answer, after: int, least_gain: int) -> list[int]:
         """Positions beyond `after`, ascending, up to which others may match the tokens of an answer that is here.

@@ -281,7 +281,25 @@ def test_a_retracted_answer_waits_for_its_states() -> None:
     node = cache.tree.match(DEFAULT_NAMESPACE, answer.tokens()).node
     assert states.next_use(node) is None
     engine.scheduler.retract(answer)
-    assert states.next_use(node) == answer.arrival
+    assert states.next_use(node) == 0
+
+
+def test_uses_are_counted_by_the_queue() -> None:
+    """Not by who came first: an urgent request is served before those that came earlier."""
+    engine, cache, states = engine_of(30)
+    heads = [tokens_of(seed, 40) for seed in range(3)]
+
+    def asked(index: int, head: list[int]) -> Request:
+        return request(index, head + tokens_of(100 + index, 9))
+
+    run(engine, *(asked(2 * i + k, head) for i, head in enumerate(heads) for k in range(2)))
+    engine.submit_all([asked(10 + i, head) for i, head in enumerate(heads[:2])], in_order=True)
+    engine.submit_all([replace(asked(20, heads[2]), priority=-1)])
+    scheduler = engine.scheduler
+    scheduler._admission._neighbours.add(scheduler.waiting)  # as when some of them are admitted
+    nodes = [cache.tree.match(DEFAULT_NAMESPACE, np.array(head, np.int32)).node for head in heads]
+    assert all(node.state for node in nodes)
+    assert [states.next_use(node) for node in nodes] == [1, 2, 0]
 
 
 def test_what_lacks_a_state_is_counted() -> None:

@@ -76,12 +76,16 @@ def test_the_next_that_begins_with_a_state(prompts: list[list[int]], data: st.Da
         waiting.add([answers[i]])
         here.append(answers[i])
         for begins, node in nodes if in_order or len(here) == len(answers) else []:
-            assert waiting.next_use(node) == first_of(here, begins)
+            assert arrival_of(waiting.first_user(node)) == first_of(here, begins)
     for i in go:
         waiting.remove(answers[i])
         here.remove(answers[i])
         for begins, node in nodes:
-            assert waiting.next_use(node) == first_of(here, begins)
+            assert arrival_of(waiting.first_user(node)) == first_of(here, begins)
+
+
+def arrival_of(answer: Answer | None) -> int | None:
+    return None if answer is None else answer.arrival
 
 
 def first_of(answers: list[Answer], begins: list[int]) -> int | None:
@@ -102,11 +106,11 @@ def test_who_is_first_is_found_again_once_the_others_are_gone() -> None:
     node.state = 1
     waiting, answers = Neighbours(), [answer_of([7, i], i) for i in range(3)]
     waiting.add(answers[1:2])
-    assert waiting.next_use(node) == 1
+    assert waiting.first_user(node) is answers[1]
     waiting.add([answers[0], answers[2]])
-    assert waiting.next_use(node) == 1
+    assert waiting.first_user(node) is answers[1]
     waiting.remove(answers[1])
-    assert waiting.next_use(node) == 0
+    assert waiting.first_user(node) is answers[0]
     known = [weakref.ref(answer) for answer in answers]
     while answers:
         waiting.remove(answers.pop())
@@ -124,7 +128,7 @@ def test_who_has_gone_is_forgotten_while_another_waits(monkeypatch: pytest.Monke
         tokens = np.array([state, 5], np.int32)
         node, *_ = tree.insert(tree.root(DEFAULT_NAMESPACE), tokens, tokens)
         node.state = state
-        assert waiting.next_use(node) == 0
+        assert waiting.first_user(node) is answers[0]
         gone += map(weakref.ref, answers)
         while answers:
             waiting.remove(answers.pop())
