@@ -176,8 +176,8 @@ class KVPart(RowPart):
 
 @dataclass(frozen=True)
 class StatePart(RowPart):
-    """What a rank has of one part of the states of a model, a row a state: its channels or heads in the layers that
-    keep states, from `first_layer` of these on.
+    """What a rank has of one part of the states of a model, a row a state: its channels or heads, in the layers
+    that keep states from `first_layer` of these on.
 
     Attributes:
         states, host_states: `[its layers, num_states, its channels or heads, ...]`.

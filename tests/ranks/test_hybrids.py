@@ -211,11 +211,11 @@ def test_each_rank_holds_its_part(
 
 
 def test_ranks_of_one_host_share_its_memory(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many requests run at once as fit into one's share of it."""
+    """As many requests run at once as fit into one's share of it; so do the host's pools."""
     free = 40_000_000
     for module in (rank, memory_budget):
         monkeypatch.setattr(module, "free_bytes", lambda device: free)
-    options: dict[str, Any] = {"max_running_requests": None, "max_total_tokens": 300}
+    options: dict[str, Any] = {"max_running_requests": None, "max_total_tokens": 300, "host_memory_gb": 0.01}
     with staged(1, 2, model=folders["qwen3.5-moe"], **options) as both:
         layout = both.parts.model.decoder.kv_layout(torch.float32)
         share = both.parts.config.share_of_memory(on_gpu=False) / 2
@@ -223,6 +223,8 @@ def test_ranks_of_one_host_share_its_memory(folders: dict[str, Path], monkeypatc
         found = both.parts.limits.max_running_requests
         assert found == requests_with_states(64, int(share * free), *sizes) < 64
         assert found < requests_with_states(64, 2 * int(share * free), *sizes)
+        on_host = [(part.host_pool.buffer, *part.host_pool.states.parts) for part in all_parts(both)]
+        assert 9_900_000 < sum(memory.nbytes for memories in on_host for memory in memories) <= 10_000_000
 
 
 # --- states on the host, and in kept caches ---
