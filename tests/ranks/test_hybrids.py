@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import count
+from operator import ge
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -58,6 +59,7 @@ SHAPES = {
 }
 MANY = {"max_total_tokens": 2000, "chunked_prefill_size": 24}
 ASKED = [*tree(depth=3), *prompts(1, 2, 70)]
+QUICK = replace(GREEDY, max_new_tokens=4)
 # A pool that holds a sixth of them; and one of hardly more states than two requests have.
 TIERED = {"max_total_tokens": 220, "host_memory_gb": 0.01}
 FEW_STATES = {**TIERED, "max_total_tokens": 600, "max_running_requests": 2}
@@ -69,11 +71,19 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: checkpoints.write(make(), tmp_path_factory.mktemp("model")) for name, make in MODELS.items()}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small_pieces() -> Iterator[None]:
+    """Kept caches have more pieces than there are buffers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_file, "PIECE_BYTES", 3 * 4096)
+        yield
+
+
 def all_parts(runtime: Runtime) -> list[Any]:
     """Of all ranks, by their numbers, once they have done all that they were told."""
     followers = followers_of(runtime)
     followers.wait_for(followers.ask({}))
-    return [runtime.parts.model, *(followers.parts[rank] for rank in sorted(followers.parts))]
+    return [runtime.parts.model._rank, *(followers.parts[rank] for rank in sorted(followers.parts))]
 
 
 def poison(pools: list[Any]) -> None:
@@ -254,8 +264,8 @@ def alone(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     def of_model(name: str) -> Alone:
         path = tmp_path_factory.mktemp("kept") / "cache"
         with on_ranks(1, model=folders[name], dtype="float32", **MANY) as one:
-            one.generate(ASKED, GREEDY)
-            found = one.generate(ASKED, GREEDY)
+            one.generate(ASKED, QUICK)
+            found = one.generate(ASKED, QUICK)
             return Alone(
                 one.parts.model.decoder.config,
                 [list(output.token_ids) for output in found],
@@ -305,7 +315,7 @@ def test_states_go_to_the_host_and_back(
     with staged(stages, ranks, model=folders[name], **options) as several:
         poison([pool for part in all_parts(several) for pool in (part.kv_pool, part.host_pool)])
         for _ in range(2):
-            assert answers(several, ASKED) == right.answers
+            assert answers(several, ASKED, QUICK) == right.answers
         stats = several.cache_stats()
         assert stats.state_loaded >= 5
         several.parts.engine.make_transfers()
@@ -321,7 +331,7 @@ def test_states_go_to_the_host_and_back(
         assert only_there
         assert only_there <= kept_states(one).keys()
         assert check_states(kept_states(one), one.parts.model.kv_pool.states.parts, right) >= 10
-        assert answers(one, ASKED) == right.answers
+        assert answers(one, ASKED, QUICK) == right.answers
 
 
 @pytest.mark.parametrize(
@@ -341,23 +351,21 @@ def test_kept_caches_are_those_of_one_rank(
     alone: Callable[[str], Alone],
     folders: dict[str, Path],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What one has saved, several load and save, bit by bit; one loads what several have computed."""
     right, again, own = alone(name), tmp_path / "again", tmp_path / "own"
-    monkeypatch.setattr(cache_file, "PIECE_BYTES", 3 * 4000)  # more pieces than buffers
     with on_ranks(1, model=folders[name], dtype="float32", **MANY) as one:
         with staged(stages, ranks, model=folders[name], **MANY) as several:
             poison([part.kv_pool for part in all_parts(several)])
             assert several.identity() == one.identity()
             assert several.load_cache(right.path) == right.saved
             assert several.save_cache(again) == right.saved
-            warm = several.generate(ASKED, GREEDY)
+            warm = several.generate(ASKED, QUICK)
             assert [list(output.token_ids) for output in warm] == right.answers
-            assert [output.usage.cached_tokens for output in warm] == right.cached
+            assert all(map(ge, (output.usage.cached_tokens for output in warm), right.cached))
             several.flush_cache()
             for _ in range(2):
-                several.generate(ASKED, GREEDY)
+                several.generate(ASKED, QUICK)
             several.save_cache(own)
         poison([one.parts.model.kv_pool])
         assert one.load_cache(again) == right.saved
@@ -369,7 +377,7 @@ def test_kept_caches_are_those_of_one_rank(
         poison([one.parts.model.kv_pool])
         one.load_cache(own)
         assert check_states(kept_states(one), one.parts.model.kv_pool.states.parts, right) > 20
-        found = one.generate(ASKED, GREEDY)
+        found = one.generate(ASKED, QUICK)
         assert [list(output.token_ids) for output in found] == right.answers
         assert sum(output.usage.cached_tokens for output in found) >= 0.9 * sum(right.cached)
 
@@ -387,6 +395,7 @@ def test_processes(folders: dict[str, Path]) -> None:
             assert [answers(both, ASKED[::3]) for _ in range(2)] == [expected] * 2
 
 
+@pytest.mark.long
 def test_a_rank_that_is_lost_while_states_are_saved(
     alone: Callable[[str], Alone], folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -403,9 +412,9 @@ def test_a_rank_that_is_lost_while_states_are_saved(
     with none_left(), on_ranks(2, model=folders["granite4-moe"], dtype="float32", **MANY) as both:
         (follower,) = ranks_of_this_process()
         assert both.load_cache(path) == right.saved
-        found = both.generate(ASKED[::4], GREEDY)
+        found = both.generate(ASKED[::4], QUICK)
         assert [list(output.token_ids) for output in found] == right.answers[::4]
-        assert [output.usage.cached_tokens for output in found] == right.cached[::4]
+        assert all(map(ge, (output.usage.cached_tokens for output in found), right.cached[::4]))
 
         def killed(self: KeptParts, buffer: int, slots: Any) -> None:
             if names[-1] == "recurrent":
