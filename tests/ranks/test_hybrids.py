@@ -359,6 +359,10 @@ def test_kept_caches_are_those_of_one_rank(
             poison([part.kv_pool for part in all_parts(several)])
             assert several.identity() == one.identity()
             assert several.load_cache(right.path) == right.saved
+            loaded, own_parts = kept_states(several), whole_states(all_parts(several), ranks, right.config)
+            assert loaded.keys() == right.states.keys()
+            for path, at in loaded.items():
+                assert all(map(torch.equal, (part[:, at] for part in own_parts), right.states[path])), path
             assert several.save_cache(again) == right.saved
             warm = several.generate(ASKED, QUICK)
             assert [list(output.token_ids) for output in warm] == right.answers
