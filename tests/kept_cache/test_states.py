@@ -26,6 +26,8 @@ from radixrt.kept_cache.cache_file import CacheFileReader, CacheFileWriter, RowF
 from radixrt.kept_cache.parts import StatePart
 from tests.kept_cache.test_kept_cache import GREEDY, answers, cached, empty_pieces, prompts
 from tests.support.checkpoints import llama, qwen3_5, write
+from tests.support.interpreter import require_interpreter
+from triton_ops.implementation import Impl
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -214,17 +216,21 @@ def test_other_layouts_are_refused(kept: Path, folder: Path, tmp_path: Path) -> 
     assert "conv of states is float32 [2, 96, 3] in the file, not named in the model" in refusal(kept, plain)
 
 
-@pytest.mark.parametrize("on_host", [False, True])
-def test_parts_of_ranks(on_host: bool, device: torch.device) -> None:
+@pytest.mark.parametrize(("impl", "on_host"), [("torch", False), ("torch", True), ("triton", False)])
+def test_parts_of_ranks(impl: Impl, on_host: bool, device: torch.device) -> None:
     """Of four, in the last two layers of three. Two have each piece of the second and third kinds of channels."""
-    whole = torch.randn(5, 3, 16, 3, dtype=torch.float32, device="cpu")  # rows of 8, 4 and 4 channels
+    on_gpu = device.type == "cuda"
+    if impl == "triton" and not on_gpu:
+        require_interpreter()
+    memory: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "pin_memory": on_gpu}
+    whole = torch.randn(5, 3, 16, 3, **memory)  # rows of 8, 4 and 4 channels
     first, second = [8, 9, 12, 13], [10, 11, 14, 15]
     cut = [[0, 1, *first], [2, 3, *first], [4, 5, *second], [6, 7, *second]]
     slots = np.array([3, 0, 1, 7, 2], np.int32)
-    gathered = torch.full_like(whole, torch.nan)
+    gathered = torch.full(whole.shape, torch.nan, **memory)
     for rank, channels in enumerate(cut):
         states, host = (torch.full((2, 8, 6, 3), torch.nan, device=at) for at in (device, "cpu"))
-        part = StatePart(states, host, "auto", 3, (8, 4, 4), (2, 2, 2), Ranks(rank, 4), 1)
+        part = StatePart(states, host, impl, 3, (8, 4, 4), (2, 2, 2), Ranks(rank, 4), 1)
         assert part.row_shape == (3, 16, 3)
         part.scatter(whole, slots)
         for row, slot in enumerate(slots):
@@ -237,7 +243,7 @@ def test_parts_of_ranks(on_host: bool, device: torch.device) -> None:
         if rank % 2:  # the one before has them
             states[:, :, 2:], host[:, :, 2:] = 7, 7
         part.gather(np.array([3, 2, -4 if on_host else 1, 7], np.int32), gathered)
-    if device.type == "cuda":
+    if on_gpu:
         torch.cuda.synchronize()
     assert torch.equal(gathered[[0, 1, 2, 3], 1:], whole[[0, 4, 2, 3], 1:])
     assert gathered[:, 0].isnan().all()
