@@ -16,18 +16,28 @@ class StateLayout:
 
     Attributes:
         num_layers: a stage's own, 0 where others of the model keep them.
-        conv_channels, conv_width: of the convolution, which reads `conv_width - 1` inputs before its own.
+        conv_parts: channels of the convolution, of each part that ranks divide by itself.
+        conv_width: of the convolution, which reads `conv_width - 1` inputs before its own.
         num_heads, key_dim, value_dim: of the matrices; 0 where there are none.
         conv_dtype: of the inputs.
     """
 
     num_layers: int
-    conv_channels: int
+    conv_parts: tuple[int, ...]
     conv_width: int
     num_heads: int
     key_dim: int
     value_dim: int
     conv_dtype: torch.dtype
+
+    @property
+    def conv_channels(self) -> int:
+        return sum(self.conv_parts)
+
+    @property
+    def divided(self) -> dict[str, tuple[int, ...]]:
+        """Channels or heads, of each part that ranks divide by itself, by the names of `parts`."""
+        return {"conv": self.conv_parts, "recurrent": (self.num_heads,)}
 
     @property
     def parts(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

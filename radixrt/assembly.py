@@ -20,7 +20,7 @@ from radixrt.cache.states import States
 from radixrt.config import RuntimeConfig
 from radixrt.engine.engine import Engine
 from radixrt.engine.parts import Parts, request_output
-from radixrt.errors import DeviceLostError, ParameterError, RadixrtError
+from radixrt.errors import DeviceLostError, RadixrtError
 from radixrt.frontend.request_builder import RequestBuilder, chatting_tokenizer
 from radixrt.kept_cache.cache_file import KV
 from radixrt.kept_cache.identity import cache_identity, weight_fingerprint, weight_fingerprint_of_ranks
@@ -124,11 +124,6 @@ def assemble(config: RuntimeConfig, decoder: Decoder | None = None) -> Parts:
         model_config = architecture.config_class.from_folder(folder)
         model_config.check_stages(config.pipeline_parallel_size)
         model_config.for_ranks(config.tensor_parallel_size)
-        if model_config.keeps_states and config.host_memory_gb:
-            raise ParameterError(
-                f"host_memory_gb is {config.host_memory_gb:g}, but {model_config.told_states}, which several "
-                "ranks do not move to the host; leave it out"
-            )
     followers = None if config.num_ranks == 1 else start_followers(config, device)
     try:
         if followers is None:

@@ -49,7 +49,7 @@ class RuntimeConfig:
         max_total_tokens: tokens that the KV pool holds; None: see memory_fraction.
         host_memory_gb: 10^9 bytes of host memory, page-locked for a GPU, for a second tier of the prefix cache,
             which takes the prefixes that leave the KV pool, a quarter of it states of sequences if layers keep
-            some. None or 0: no second tier.
+            some; ranks have equal parts of it. None or 0: no second tier.
         max_running_requests: requests that run at once; None is 2048 on a GPU, 1024 or 512 where memory is scarce,
             and 64 on a CPU.
         context_length: most tokens of a prompt with its answer; None is the model's own, which also is the limit

@@ -572,11 +572,6 @@ class Runtime:
 
     def check_keeps_a_cache(self, name: str) -> None:
         """Raise ParameterError where `save_cache` or `load_cache`, by `name`, would."""
-        if self.parts.limits.num_states and self.parts.config.num_ranks > 1:
-            raise ParameterError(
-                f"{name} keeps states that one rank has whole, but layers of this model keep a state of each "
-                f"sequence, of which {self.parts.config.num_ranks} ranks have a part each"
-            )
         if not self.parts.cache.enabled:
             raise ParameterError(f"{name} needs a prefix cache, but enable_prefix_cache is False")
 

@@ -169,9 +169,11 @@ def pool_slots(
     return fitting
 
 
-def host_pool_sizes(host_memory_gb: float | None, layout: KVLayout, *, promised: int) -> tuple[int, int]:
-    """Slots of a KV pool in `host_memory_gb` 10^9 bytes of the host's memory, and the states beside them, if there
-    are any, which take a share of it; 0 of both for none of it, or None.
+def host_pool_sizes(
+    host_memory_gb: float | None, layout: KVLayout, *, promised: int, num_ranks: int = 1
+) -> tuple[int, int]:
+    """Slots of a KV pool in a rank's equal part of `host_memory_gb` 10^9 bytes of the host's memory, and states
+    beside them, if there are any, which take a share of it; 0 of both for none of it, or None.
 
     `promised` bytes that count as free are somebody's: memory is handed out when it is first written to. Raises
     ParameterError where that is more than is free, or too little for two slots and two states, of which one is
@@ -180,12 +182,14 @@ def host_pool_sizes(host_memory_gb: float | None, layout: KVLayout, *, promised:
     if host_memory_gb is None:
         return 0, 0
     free = max(0, psutil.virtual_memory().available - promised)
-    num_bytes = int(1e9 * check_float("host_memory_gb", host_memory_gb, 0.0, free / 1e9))
+    num_bytes = int(1e9 * check_float("host_memory_gb", host_memory_gb, 0.0, free / 1e9)) // num_ranks
     states = 0 if layout.states is None else states_on_host(num_bytes, layout.bytes_per_state)
     slots = (num_bytes - states * layout.bytes_per_state) // max(1, layout.bytes_per_token)
     if num_bytes and (slots < 2 or (states < 2 and layout.states is not None)):
         needs = f"two KV slots of {layout.bytes_per_token:,} bytes"
         if layout.states is not None:
             needs += f" and, in a quarter of it, two states of {layout.bytes_per_state:,}"
+        if num_ranks > 1:
+            needs += f" on each of {num_ranks} ranks"
         raise ParameterError(f"host_memory_gb is {host_memory_gb:g}: {needs} need more")
     return slots, states

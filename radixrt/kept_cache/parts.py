@@ -5,9 +5,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +22,43 @@ from triton_ops.implementation import Impl
 from triton_ops.kv.kv_copy import kv_copy
 
 
+class Run(NamedTuple):
+    """Heads or channels that follow one another: where they are in whole rows and in a rank's part, and whether no
+    rank before has them, too.
+    """
+
+    whole: slice
+    own: slice
+    is_first: bool
+
+
+def runs_of(wholes: Sequence[int], owns: Sequence[int], ranks: Ranks) -> Iterator[Run]:
+    """What a rank has of rows. Of each kind of heads or channels, which ranks divide by itself, so many are in a
+    whole row, and so many on each rank: equal pieces, as `rank_part` cuts weights. With fewer pieces than ranks,
+    neighbours have the same one.
+    """
+    if (*wholes,) == (*owns,):
+        wholes, owns = [sum(wholes)], [sum(owns)]
+    whole_begin = begin = 0
+    for whole, own in zip(wholes, owns, strict=True):
+        if own:
+            piece, before = (rank * (whole // own) // ranks.size for rank in (ranks.rank, ranks.rank - 1))
+            first = whole_begin + piece * own
+            yield Run(slice(first, first + own), slice(begin, begin + own), piece != before)
+        whole_begin, begin = whole_begin + whole, begin + own
+
+
+class Piece(NamedTuple):
+    """A run in all layers of a rank, as `kv_copy` takes it: in a buffer of whole rows, on the device and on the
+    host.
+    """
+
+    rows: Tensor
+    pool: Tensor
+    host_pool: Tensor | None
+    is_first: bool
+
+
 class RowPart(ABC):
     """What a rank has of the rows of one tensor, each of which is a slot of its pools."""
 
@@ -28,13 +66,8 @@ class RowPart(ABC):
 
     @property
     @abstractmethod
-    def pool(self) -> Tensor:
-        """The device's, as `kv_copy` takes it."""
-
-    @property
-    @abstractmethod
-    def host_pool(self) -> Tensor | None:
-        """The host's, likewise."""
+    def device(self) -> torch.device:
+        """Of its pool."""
 
     @property
     @abstractmethod
@@ -47,49 +80,40 @@ class RowPart(ABC):
         """Of a whole row: of all ranks."""
 
     @abstractmethod
-    def own(self, buffer: Tensor) -> Tensor:
-        """Its part of a buffer `[num_rows, *row_shape]`, like `pool`."""
-
-    @property
-    def is_first(self) -> bool:
-        """Whether no rank before has the same part."""
-        return True
-
-    @property
-    def device(self) -> torch.device:
-        return self.pool.device
+    def pieces(self, buffer: Tensor) -> Iterator[Piece]:
+        """All that it has, beside its places in a buffer `[num_rows, *row_shape]`."""
 
     @contextmanager
     def buffers(self, count: int, num_rows: int) -> Iterator[Tensor]:
         """Memory `[count, num_rows, *row_shape]` on the host, pinned for a GPU."""
         shape = count, num_rows, *self.row_shape
-        yield torch.empty(shape, dtype=self.dtype, device="cpu", pin_memory=self.pool.is_cuda)
+        yield torch.empty(shape, dtype=self.dtype, device="cpu", pin_memory=self.device.type == "cuda")
 
     def gather(self, slots: Slots, buffer: Tensor) -> None:
         """Start to copy `slots` `[n]` (host slot s is -s) to their places in the first n rows of a buffer
         `[num_rows, *row_shape]`; nothing where another rank does.
         """
-        if not self.is_first:
-            return
-        pool, own = self.pool, self.own(buffer)
         here, there = (np.flatnonzero(which).astype(np.int32) for which in (slots > 0, slots < 0))
-        source, target = (torch.from_numpy(array).to(pool.device) for array in (slots[here], here))
-        kv_copy(pool, source, own, target, impl=self.impl)
-        if self.host_pool is not None:
-            source, target = torch.from_numpy(-slots[there]), torch.from_numpy(there)
-            kv_copy(self.host_pool, source, own, target, impl="torch")
+        source, target = (torch.from_numpy(array).to(self.device) for array in (slots[here], here))
+        host_source, host_target = torch.from_numpy(-slots[there]), torch.from_numpy(there)
+        for piece in self.pieces(buffer):
+            if not piece.is_first:
+                continue
+            kv_copy(piece.pool, source, piece.rows, target, impl=self.impl)
+            if piece.host_pool is not None:
+                kv_copy(piece.host_pool, host_source, piece.rows, host_target, impl="torch")
 
     def scatter(self, buffer: Tensor, slots: Slots) -> None:
         """Start to copy its part of a buffer's first n rows to `slots` `[n]`, except where these are 0."""
-        pool = self.pool
         places = np.flatnonzero(slots).astype(np.int32)
-        source, target = (torch.from_numpy(array).to(pool.device) for array in (places, slots[places]))
-        kv_copy(self.own(buffer), source, pool, target, impl=self.impl)
+        source, target = (torch.from_numpy(array).to(self.device) for array in (places, slots[places]))
+        for piece in self.pieces(buffer):
+            kv_copy(piece.rows, source, piece.pool, target, impl=self.impl)
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
         """Make the pool's device current, with nothing queued before and after: no copy may outlive its buffer."""
-        device = self.pool.device
+        device = self.device
         if device.type != "cuda":
             yield
             return
@@ -116,62 +140,63 @@ class KVPart(RowPart):
     first_layer: int = 0
 
     @property
-    def pool(self) -> Tensor:
-        return self.kv_pool.buffer
-
-    @property
-    def host_pool(self) -> Tensor | None:
-        return None if self.host_kv_pool is None else self.host_kv_pool.buffer
+    def device(self) -> torch.device:
+        return self.kv_pool.buffer.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.pool.dtype
+        return self.kv_pool.buffer.dtype
 
     @property
     def row_shape(self) -> tuple[int, ...]:
         """`(num_layers, 2, num_kv_heads, head_dim)`."""
-        _, two, _, _, head_dim = self.pool.shape
+        _, two, _, _, head_dim = self.kv_pool.buffer.shape
         return self.num_layers, two, self.num_kv_heads, head_dim
 
     @property
     def layers(self) -> slice:
         """Its own."""
-        return slice(self.first_layer, self.first_layer + len(self.pool))
+        return slice(self.first_layer, self.first_layer + len(self.kv_pool.buffer))
 
     @property
     def heads(self) -> slice:
         """Its own; neighbours have the same one where a stage has more ranks than heads."""
-        return self._heads_of(self.ranks.rank)
-
-    def _heads_of(self, rank: int) -> slice:
-        own = self.pool.shape[3]
-        first = rank * (self.num_kv_heads // own) // self.ranks.size * own
-        return slice(first, first + own)
+        return self._run.whole
 
     @property
-    def is_first(self) -> bool:
-        rank = self.ranks.rank
-        return rank == 0 or self.heads != self._heads_of(rank - 1)
+    def _run(self) -> Run:
+        (run,) = runs_of([self.num_kv_heads], [self.kv_pool.buffer.shape[3]], self.ranks)
+        return run
 
-    def own(self, buffer: Tensor) -> Tensor:
-        return buffer.permute(1, 2, 0, 3, 4)[self.layers, :, :, self.heads]
+    def pieces(self, buffer: Tensor) -> Iterator[Piece]:
+        host_pool = None if self.host_kv_pool is None else self.host_kv_pool.buffer
+        rows = buffer.permute(1, 2, 0, 3, 4)[self.layers, :, :, self.heads]
+        yield Piece(rows, self.kv_pool.buffer, host_pool, self._run.is_first)
 
 
 @dataclass(frozen=True)
 class StatePart(RowPart):
-    """One part of the states of sequences, a row a state: `[num_layers, num_states, ...]` in both tiers."""
+    """What a rank has of one part of the states of a model, a row a state: its channels or heads, in the layers
+    that keep states from `first_layer` of these on.
+
+    Attributes:
+        states, host_states: `[its layers, num_states, its channels or heads, ...]`.
+        num_layers: of the model.
+        wholes, owns: see `runs_of`.
+    """
 
     states: Tensor
     host_states: Tensor | None
     impl: Impl
+    num_layers: int
+    wholes: tuple[int, ...]
+    owns: tuple[int, ...]
+    ranks: Ranks = ALONE
+    first_layer: int = 0
 
     @property
-    def pool(self) -> Tensor:
-        return as_slots(self.states)
-
-    @property
-    def host_pool(self) -> Tensor | None:
-        return None if self.host_states is None else as_slots(self.host_states)
+    def device(self) -> torch.device:
+        return self.states.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -179,9 +204,15 @@ class StatePart(RowPart):
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """`(num_layers, ...)`."""
-        num_layers, _, *shape = self.states.shape
-        return num_layers, *shape
+        """`(num_layers, channels or heads, ...)`."""
+        return self.num_layers, sum(self.wholes), *self.states.shape[3:]
 
-    def own(self, buffer: Tensor) -> Tensor:
-        return as_slots(buffer.transpose(0, 1))
+    def pieces(self, buffer: Tensor) -> Iterator[Piece]:
+        rows = buffer.transpose(0, 1)[self.first_layer : self.first_layer + len(self.states)]
+        for run in runs_of(self.wholes, self.owns, self.ranks):
+            pool, host_pool = (
+                None if states is None else as_slots(states[:, :, run.own])
+                for states in (self.states, self.host_states)
+            )
+            assert pool is not None
+            yield Piece(as_slots(rows[:, :, run.whole]), pool, host_pool, run.is_first)

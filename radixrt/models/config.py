@@ -229,11 +229,6 @@ class ModelConfig:
         """Whether some layer keeps a state of each sequence."""
         return any(kind.is_recurrent for kind in self.attention)
 
-    @property
-    def told_states(self) -> str:
-        """For messages that refuse what cannot be done with states."""
-        return f"layers of a {self.architecture} keep a state of each sequence"
-
     def place_of(self, layer_id: int, layers: range) -> int:
         """How many of `layers` before `layer_id` keep what that keeps: where it lies in the pool of these."""
         is_recurrent = self.attention[layer_id].is_recurrent

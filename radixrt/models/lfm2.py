@@ -51,7 +51,7 @@ class Lfm2Config(ModelConfig):
 
     def state_layout(self, num_layers: int, dtype: torch.dtype) -> StateLayout:
         no_matrices = 0, 0, 0
-        return StateLayout(num_layers, self.conv_channels, self.conv_width, *no_matrices, dtype)
+        return StateLayout(num_layers, (self.conv_channels,), self.conv_width, *no_matrices, dtype)
 
     @property
     def recurrent_weights(self) -> int:

@@ -76,7 +76,7 @@ class Mamba2Config(ModelConfig):
     def state_layout(self, num_layers: int, dtype: torch.dtype) -> StateLayout:
         sizes = self.mamba_sizes
         matrices = sizes.num_heads, sizes.state_size, sizes.head_dim
-        return StateLayout(num_layers, sizes.channels, sizes.conv_width, *matrices, dtype)
+        return StateLayout(num_layers, (*sizes.parts,), sizes.conv_width, *matrices, dtype)
 
     def build_mamba2(self, layer_id: int, layers: range, placement: Placement) -> Mamba2:
         """The layer of that number in the model, of which there are `layers` here."""

@@ -107,7 +107,7 @@ class HybridConfig(ModelConfig):
     def state_layout(self, num_layers: int, dtype: torch.dtype) -> StateLayout:
         sizes = self.delta_sizes
         matrices = sizes.num_value_heads, sizes.key_dim, sizes.value_dim
-        return StateLayout(num_layers, sizes.channels, sizes.conv_width, *matrices, dtype)
+        return StateLayout(num_layers, (*sizes.parts,), sizes.conv_width, *matrices, dtype)
 
     @property
     def recurrent_weights(self) -> int:

@@ -93,8 +93,25 @@ class RankParts:
             on_host: Sequence[Tensor | None] = (None, None)
             if self.host_pool is not None and self.host_pool.states is not None:
                 on_host = self.host_pool.states.parts
-            for name, own, copies in zip(STATES, states.parts, on_host, strict=True):
-                parts[name] = StatePart(own, copies, self.decoder.placement.impl)
+            placement, before = self.decoder.placement, range(self.decoder.layers.start)
+            whole, own, first = (
+                config.kv_layout(placement.dtype, layers).states
+                for config, layers in ((self.config, None), (self.decoder.config, None), (self.config, before))
+            )
+            assert whole is not None
+            assert own is not None
+            assert first is not None
+            for name, memory, copies in zip(STATES, states.parts, on_host, strict=True):
+                parts[name] = StatePart(
+                    memory,
+                    copies,
+                    placement.impl,
+                    whole.num_layers,
+                    whole.divided[name],
+                    own.divided[name],
+                    placement.ranks,
+                    first.num_layers,
+                )
         return parts
 
     def identity(self) -> RankIdentity:
@@ -248,7 +265,7 @@ def assemble_rank(
         kv_pool.set_scales(scales)
     host_pool = None
     promised = 0 if on_gpu else slots * bytes_per_slot
-    host_sizes = host_pool_sizes(config.host_memory_gb, layout, promised=promised)
+    host_sizes = host_pool_sizes(config.host_memory_gb, layout, promised=promised, num_ranks=group.shape.size)
     host_slots, host_states = map(group.least, host_sizes)
     if host_slots:
         try:

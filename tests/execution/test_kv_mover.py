@@ -60,9 +60,9 @@ def test_transfers_are_made_in_order(kernel_device: torch.device, impl: Any) -> 
 @pytest.mark.parametrize(
     "layout",
     [
-        StateLayout(3, 3, 4, 2, 8, 5, torch.bfloat16),
-        StateLayout(1, 6, 3, 0, 4, 4, torch.float32),
-        StateLayout(0, 6, 3, 2, 4, 4, torch.float32),
+        StateLayout(3, (3,), 4, 2, 8, 5, torch.bfloat16),
+        StateLayout(1, (6,), 3, 0, 4, 4, torch.float32),
+        StateLayout(0, (6,), 3, 2, 4, 4, torch.float32),
     ],
     ids=["conv of an odd number of elements", "conv alone", "no layers"],
 )

@@ -170,6 +170,7 @@ def test_the_host_s_pool_leaves_what_is_promised(million_free: torch.device) -> 
     for nothing in (None, 0.0):
         assert host_pool_sizes(nothing, SLOT_OF_1000, promised=10**9) == (0, 0)
     assert host_pool_sizes(0.001, SLOT_OF_1000, promised=0) == (1000, 0)
+    assert host_pool_sizes(0.001, SLOT_OF_1000, promised=0, num_ranks=4) == (250, 0)
     assert host_pool_sizes(0.0004, SLOT_OF_1000, promised=600_000) == (400, 0)
     with pytest.raises(ParameterError, match=r"host_memory_gb is 0.0005; it must be a number from 0 to 0.0004"):
         host_pool_sizes(0.0005, SLOT_OF_1000, promised=600_000)
@@ -178,7 +179,7 @@ def test_the_host_s_pool_leaves_what_is_promised(million_free: torch.device) -> 
 
 
 def test_a_quarter_of_the_host_s_pool_is_for_states(million_free: torch.device) -> None:
-    states = StateLayout(1, 100, 6, 1, 25, 25, torch.bfloat16)  # 3,500 bytes each
+    states = StateLayout(1, (100,), 6, 1, 25, 25, torch.bfloat16)  # 3,500 bytes each
     layout = replace(SLOT_OF_1000, states=states)
     assert host_pool_sizes(0.0009, layout, promised=0) == (900 - 224, 64)
     assert host_pool_sizes(0.000028, layout, promised=0) == (21, 2)

@@ -16,14 +16,18 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from radixrt import CacheFileError, ParameterError, Runtime
+from layers.ranks import Ranks
+from radixrt import CacheFileError, Runtime
 from radixrt.cache.radix_tree import Node
 from radixrt.cache.snapshot import TreeSnapshot
 from radixrt.cli.kept_cache import runtime_with_cache
 from radixrt.kept_cache import cache_file, parts
 from radixrt.kept_cache.cache_file import CacheFileReader, CacheFileWriter, RowFormat, row_counts
+from radixrt.kept_cache.parts import StatePart
 from tests.kept_cache.test_kept_cache import GREEDY, answers, cached, empty_pieces, prompts
 from tests.support.checkpoints import llama, qwen3_5, write
+from tests.support.interpreter import require_interpreter
+from triton_ops.implementation import Impl
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -212,13 +216,38 @@ def test_other_layouts_are_refused(kept: Path, folder: Path, tmp_path: Path) -> 
     assert "conv of states is float32 [2, 96, 3] in the file, not named in the model" in refusal(kept, plain)
 
 
-def test_parts_of_states_are_not_kept(folder: Path, tmp_path: Path) -> None:
-    with runtime_of(folder) as runtime:
-        config = replace(runtime.parts.config, tensor_parallel_size=2)
-        runtime._parts = replace(runtime.parts, config=config)
-        for keeps in (runtime.save_cache, runtime.load_cache):
-            with pytest.raises(ParameterError, match="of which 2 ranks have a part each"):
-                keeps(tmp_path / "kept")
+@pytest.mark.parametrize(("impl", "on_host"), [("torch", False), ("torch", True), ("triton", False)])
+def test_parts_of_ranks(impl: Impl, on_host: bool, device: torch.device) -> None:
+    """Of four, in the last two layers of three. Two have each piece of the second and third kinds of channels."""
+    on_gpu = device.type == "cuda"
+    if impl == "triton" and not on_gpu:
+        require_interpreter()
+    memory: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "pin_memory": on_gpu}
+    whole = torch.randn(5, 3, 16, 3, **memory)  # rows of 8, 4 and 4 channels
+    first, second = [8, 9, 12, 13], [10, 11, 14, 15]
+    cut = [[0, 1, *first], [2, 3, *first], [4, 5, *second], [6, 7, *second]]
+    slots = np.array([3, 0, 1, 7, 2], np.int32)
+    gathered = torch.full(whole.shape, torch.nan, **memory)
+    for rank, channels in enumerate(cut):
+        states, host = (torch.full((2, 8, 6, 3), torch.nan, device=at) for at in (device, "cpu"))
+        part = StatePart(states, host, impl, 3, (8, 4, 4), (2, 2, 2), Ranks(rank, 4), 1)
+        assert part.row_shape == (3, 16, 3)
+        part.scatter(whole, slots)
+        for row, slot in enumerate(slots):
+            if slot:
+                assert torch.equal(states[:, slot].cpu(), whole[row][1:, channels])
+        assert states[:, [0, 4, 5, 6]].isnan().all()
+        if on_host:
+            host[:, 4] = states[:, 1].cpu()
+            states[:, 1] = torch.nan
+        if rank % 2:  # the one before has them
+            states[:, :, 2:], host[:, :, 2:] = 7, 7
+        part.gather(np.array([3, 2, -4 if on_host else 1, 7], np.int32), gathered)
+    if on_gpu:
+        torch.cuda.synchronize()
+    assert torch.equal(gathered[[0, 1, 2, 3], 1:], whole[[0, 4, 2, 3], 1:])
+    assert gathered[:, 0].isnan().all()
+    assert gathered[4].isnan().all()
 
 
 def test_any_flipped_bit_is_found(folder: Path, tmp_path: Path) -> None:

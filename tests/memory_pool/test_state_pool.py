@@ -10,7 +10,7 @@ from memory_pool.state_pool import HostStatePool, StatePool, as_slots
 from memory_pool.token_to_kv_pool import HostKVPool, TokenToKVPool
 
 CPU = torch.device("cpu")
-STATES = StateLayout(3, 10, 4, 2, 5, 6, torch.bfloat16)
+STATES = StateLayout(3, (6, 4), 4, 2, 5, 6, torch.bfloat16)
 LAYOUT = KVLayout(1, 2, 8, torch.float16, STATES)
 
 
@@ -60,7 +60,7 @@ def test_the_host_s_are_seen_as_the_device_s(device: torch.device) -> None:
     assert conv[0, 2].data_ptr() == conv.data_ptr() + 2 * 3 * 30 * 2
     assert all(part.is_pinned() == (device.type == "cuda") for part in host.parts)
     assert host.allocator.capacity == 5
-    conv_alone = KVLayout(1, 2, 8, torch.float16, StateLayout(3, 10, 4, 0, 5, 6, torch.bfloat16))
+    conv_alone = KVLayout(1, 2, 8, torch.float16, StateLayout(3, (6, 4), 4, 0, 5, 6, torch.bfloat16))
     assert HostKVPool(9, TokenToKVPool(5, conv_alone, device=device)).states is not None
     plain = TokenToKVPool(5, KVLayout(1, 2, 8, torch.float16), device=device)
     assert HostKVPool(9, plain, num_states=6).states is None

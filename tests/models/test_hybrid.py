@@ -352,7 +352,7 @@ def test_words_along_outputs_are_refused(tmp_path: Path) -> None:
 
 def test_layouts(folder: Path) -> None:
     model, config = load_model(folder, device=CPU, dtype="bfloat16")
-    sizes = StateLayout(2, 96, 4, 4, 16, 8, torch.bfloat16)
+    sizes = StateLayout(2, (32, 32, 32), 4, 4, 16, 8, torch.bfloat16)
     assert model.kv_layout(torch.float8_e4m3fn) == KVLayout(1, 2, 16, torch.float8_e4m3fn, sizes)
     assert sizes.bytes_per_state == 2 * (96 * 3 * 2 + 4 * 16 * 8 * 4)
     assert config.keeps_states
@@ -370,7 +370,7 @@ def test_layouts_without_matrices(tmp_path: Path) -> None:
     file.write_text(json.dumps(given | first))
     model, config = load_model(tmp_path, device=CPU, dtype="bfloat16")
     layout = model.kv_layout(torch.bfloat16)
-    assert layout == KVLayout(1, 2, 8, torch.bfloat16, StateLayout(2, 32, 4, 0, 0, 0, torch.bfloat16))
+    assert layout == KVLayout(1, 2, 8, torch.bfloat16, StateLayout(2, (32,), 4, 0, 0, 0, torch.bfloat16))
     assert layout.bytes_per_state == 2 * 32 * 3 * 2
     assert (config.intermediate_size, config.tie_word_embeddings) == (60, True)
 
@@ -393,7 +393,7 @@ def test_other_weights(folder: Path, tmp_path: Path) -> None:
 
 # --- memory ---
 
-LAYOUT = KVLayout(1, 2, 16, torch.float32, StateLayout(2, 96, 4, 4, 16, 8, torch.float32))
+LAYOUT = KVLayout(1, 2, 16, torch.float32, StateLayout(2, (32, 32, 32), 4, 4, 16, 8, torch.float32))
 SIZE = LAYOUT.bytes_per_state
 
 

@@ -34,7 +34,7 @@ from tests.support.plans import planned
 from tests.support.runtimes import scheduled_runtime
 
 # Of eight layers, six keep states of 19.1 MB in all, and two keep KV of 4,096 bytes a token.
-LAYOUT = KVLayout(2, 4, 128, torch.bfloat16, StateLayout(6, 6144, 4, 32, 128, 192, torch.bfloat16))
+LAYOUT = KVLayout(2, 4, 128, torch.bfloat16, StateLayout(6, (6144,), 4, 32, 128, 192, torch.bfloat16))
 SIZE = LAYOUT.bytes_per_state
 PLAIN = ModelShape(8, 1024, 4096, 8, 4, 128, 50_000)
 SHAPE = replace(PLAIN, recurrent=RecurrentLayers(6, 4_000_000, SIZE))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import count
+from operator import ge
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -14,16 +18,20 @@ import torch
 from torch import Tensor
 
 import radixrt.assembly
-from radixrt.errors import ModelError, ParameterError
+from radixrt import limits
+from radixrt.cache.radix_tree import Node
+from radixrt.errors import DeviceLostError, ModelError
 from radixrt.execution import memory_budget
+from radixrt.kept_cache import cache_file
 from radixrt.limits import requests_with_states
 from radixrt.models.lfm2 import Lfm2Config
 from radixrt.models.mamba2 import Mamba2Config
 from radixrt.ranks import rank
+from radixrt.ranks.kept_parts import KeptParts
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
 from tests.models.test_hybrid import GREEDY, answers, prompts, shared_lens, tree
-from tests.ranks.test_ranks import none_left, tokens_of
+from tests.ranks.test_ranks import none_left, ranks_of_this_process, tokens_of
 from tests.ranks.test_ranks import runtime as on_ranks
 from tests.support import checkpoints
 from tests.support.stages import followers_of, staged
@@ -51,6 +59,10 @@ SHAPES = {
 }
 MANY = {"max_total_tokens": 2000, "chunked_prefill_size": 24}
 ASKED = [*tree(depth=3), *prompts(1, 2, 70)]
+QUICK = replace(GREEDY, max_new_tokens=4)
+# A pool that holds a sixth of them; and one of hardly more states than two requests have.
+TIERED = {"max_total_tokens": 220, "host_memory_gb": 0.01}
+FEW_STATES = {**TIERED, "max_total_tokens": 600, "max_running_requests": 2}
 SEVERAL = SamplingParams(temperature=0, n=3, max_new_tokens=12, ignore_eos=True)
 
 
@@ -59,25 +71,37 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: checkpoints.write(make(), tmp_path_factory.mktemp("model")) for name, make in MODELS.items()}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small_pieces() -> Iterator[None]:
+    """Kept caches have more pieces than there are buffers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_file, "PIECE_BYTES", 3 * 4096)
+        yield
+
+
 def all_parts(runtime: Runtime) -> list[Any]:
     """Of all ranks, by their numbers, once they have done all that they were told."""
     followers = followers_of(runtime)
     followers.wait_for(followers.ask({}))
-    return [runtime.parts.model, *(followers.parts[rank] for rank in sorted(followers.parts))]
+    return [runtime.parts.model._rank, *(followers.parts[rank] for rank in sorted(followers.parts))]
 
 
 def poison(pools: list[Any]) -> None:
     """Let unused slots and states hold NaN."""
     for pool in pools:
-        for buffer in (pool.buffer, pool.states.conv, pool.states.recurrent):
+        for buffer in (pool.buffer, *pool.states.parts):
             buffer.fill_(torch.nan)
 
 
-def kept_states(runtime: Runtime) -> dict[tuple[int, ...], int]:
-    """The states that are kept, by the tokens that they are of."""
-    cache = runtime.parts.cache
-    assert cache.states is not None
-    paths = {state: [*cache.tree.path(node)][::-1] for state, node in cache.states.kept.items()}
+def kept_states(runtime: Runtime, *, on_host: bool = False) -> dict[tuple[int, ...], int]:
+    """The states that are kept in a tier, by the tokens that they are of."""
+    found = runtime.parts.cache.states
+    assert found is not None
+    kept: Mapping[int, Node] = found.kept
+    if on_host:
+        assert found.host is not None
+        kept = found.host.kept
+    paths = {state: [*runtime.parts.cache.tree.path(node)][::-1] for state, node in kept.items()}
     return {tuple(t for step in path for t in step.tokens.tolist()): state for state, path in paths.items()}
 
 
@@ -89,19 +113,21 @@ def conv_parts(config: Any) -> list[int]:
     return parts
 
 
-def whole_states(parts: list[Any], ranks: int, whole: Any) -> tuple[Tensor, Tensor]:
-    """The convolution's inputs and the matrices of all layers and heads, from all ranks, stage by stage. `whole`
-    is the config of one rank.
+def whole_states(
+    parts: list[Any], ranks: int, whole: Any, pool_of: Callable[[Any], Any] = lambda part: part.kv_pool
+) -> tuple[Tensor, Tensor]:
+    """The convolution's inputs and the matrices of all layers and heads, from all ranks' pools of a tier, stage by
+    stage. `whole` is the config of one rank.
     """
     found: list[tuple[Tensor, Tensor]] = []
     for begin in reversed(range(0, len(parts), ranks)):  # ranks are counted from the last stage on
         stage = parts[begin : begin + ranks]
         sizes = conv_parts(stage[0].decoder.config)
-        pools = [part.kv_pool.states for part in stage]
-        own = zip(*(pool.conv.split(sizes, dim=2) for pool in pools), sizes, conv_parts(whole), strict=True)
+        pools = [pool_of(part).states.parts for part in stage]
+        own = zip(*(conv.split(sizes, dim=2) for conv, _ in pools), sizes, conv_parts(whole), strict=True)
         # Where together they have more than there is, neighbours have the same.
         conv = torch.cat([torch.cat(of[:: ranks * size // every], dim=2) for *of, size, every in own], dim=2)
-        found.append((conv, torch.cat([pool.recurrent for pool in pools], dim=2)))
+        found.append((conv, torch.cat([recurrent for _, recurrent in pools], dim=2)))
     conv, recurrent = (torch.cat(of_stages) for of_stages in zip(*found, strict=True))
     return conv, recurrent
 
@@ -195,11 +221,11 @@ def test_each_rank_holds_its_part(
 
 
 def test_ranks_of_one_host_share_its_memory(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many requests run at once as fit into one's share of it."""
+    """As many requests run at once as fit into one's share of it; so do the host's pools."""
     free = 40_000_000
     for module in (rank, memory_budget):
         monkeypatch.setattr(module, "free_bytes", lambda device: free)
-    options: dict[str, Any] = {"max_running_requests": None, "max_total_tokens": 300}
+    options: dict[str, Any] = {"max_running_requests": None, "max_total_tokens": 300, "host_memory_gb": 0.01}
     with staged(1, 2, model=folders["qwen3.5-moe"], **options) as both:
         layout = both.parts.model.decoder.kv_layout(torch.float32)
         share = both.parts.config.share_of_memory(on_gpu=False) / 2
@@ -207,6 +233,158 @@ def test_ranks_of_one_host_share_its_memory(folders: dict[str, Path], monkeypatc
         found = both.parts.limits.max_running_requests
         assert found == requests_with_states(64, int(share * free), *sizes) < 64
         assert found < requests_with_states(64, 2 * int(share * free), *sizes)
+        on_host = [(part.host_pool.buffer, *part.host_pool.states.parts) for part in all_parts(both)]
+        assert 9_900_000 < sum(memory.nbytes for memories in on_host for memory in memories) <= 10_000_000
+
+
+# --- states on the host, and in kept caches ---
+
+
+@dataclass
+class Alone:
+    """What one rank answers and keeps of ASKED, the second time, with room for all; and what it has saved."""
+
+    config: Any
+    answers: list[list[int]]
+    cached: list[int]
+    states: dict[tuple[int, ...], list[Tensor]]
+    path: Path
+    saved: int
+
+
+def states_of(runtime: Runtime) -> dict[tuple[int, ...], list[Tensor]]:
+    """One rank's on the device, by the tokens that they are of."""
+    parts = runtime.parts.model.kv_pool.states.parts
+    return {path: [part[:, at].clone() for part in parts] for path, at in kept_states(runtime).items()}
+
+
+@pytest.fixture(scope="module")
+def alone(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Alone]:
+    @cache
+    def of_model(name: str) -> Alone:
+        path = tmp_path_factory.mktemp("kept") / "cache"
+        with on_ranks(1, model=folders[name], dtype="float32", **MANY) as one:
+            one.generate(ASKED, QUICK)
+            found = one.generate(ASKED, QUICK)
+            return Alone(
+                one.parts.model.decoder.config,
+                [list(output.token_ids) for output in found],
+                [output.usage.cached_tokens for output in found],
+                states_of(one),
+                path,
+                one.save_cache(path),
+            )
+
+    return of_model
+
+
+def check_states(found: dict[tuple[int, ...], int], parts: tuple[Tensor, ...], right: Alone) -> int:
+    """Compare those that one rank has, too. Returns how many these are."""
+    both = found.keys() & right.states.keys()
+    for path in both:
+        for mine, theirs in zip(parts, right.states[path], strict=True):
+            torch.testing.assert_close(mine[:, found[path]], theirs, atol=1e-4, rtol=1e-4)
+    return len(both)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "ranks", "options"),
+    [
+        ("granite4-moe", 2, 2, TIERED),
+        ("qwen3.5-moe", 2, 1, FEW_STATES),
+        ("nemotron-h-moe", 1, 2, {**TIERED, "overlap": False}),
+        pytest.param("qwen3.5", 1, 2, {**FEW_STATES, "overlap": False}, marks=pytest.mark.long),
+        pytest.param("qwen3-next", 3, 1, TIERED, marks=pytest.mark.long),
+        pytest.param("lfm2-moe", 2, 2, FEW_STATES, marks=pytest.mark.long),
+    ],
+)
+def test_states_go_to_the_host_and_back(
+    name: str,
+    stages: int,
+    ranks: int,
+    options: dict[str, Any],
+    alone: Callable[[str], Alone],
+    folders: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each rank's parts, in both tiers; a cache that is kept has those that the host alone has."""
+    right, path = alone(name), tmp_path / "cache"
+    if "max_running_requests" in options:
+        monkeypatch.setattr(limits, "_FEWEST_KEPT", 2)
+    with staged(stages, ranks, model=folders[name], **options) as several:
+        poison([pool for part in all_parts(several) for pool in (part.kv_pool, part.host_pool)])
+        for _ in range(2):
+            assert answers(several, ASKED, QUICK) == right.answers
+        stats = several.cache_stats()
+        assert stats.state_loaded >= 5
+        several.parts.engine.make_transfers()
+        parts, on_host = all_parts(several), kept_states(several, on_host=True)
+        check_states(kept_states(several), whole_states(parts, ranks, right.config), right)
+        own = whole_states(parts, ranks, right.config, lambda part: part.host_pool)
+        assert check_states(on_host, own, right) >= 10
+        only_there = on_host.keys() - kept_states(several).keys()
+        several.save_cache(path)
+    with on_ranks(1, model=folders[name], dtype="float32", **MANY) as one:
+        poison([one.parts.model.kv_pool])
+        one.load_cache(path)
+        assert only_there
+        assert only_there <= kept_states(one).keys()
+        assert check_states(kept_states(one), one.parts.model.kv_pool.states.parts, right) >= 10
+        assert answers(one, ASKED, QUICK) == right.answers
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "ranks"),
+    [
+        ("granite4-moe", 2, 2),
+        ("nemotron-h-moe", 3, 1),
+        pytest.param("nemotron-h-moe", 1, 4, marks=pytest.mark.long),  # neighbours have one group of keys
+        pytest.param("qwen3.5", 1, 2, marks=pytest.mark.long),
+        pytest.param("qwen3-next", 2, 2, marks=pytest.mark.long),
+        pytest.param("lfm2-moe", 2, 2, marks=pytest.mark.long),
+    ],
+)
+def test_kept_caches_are_those_of_one_rank(
+    name: str,
+    stages: int,
+    ranks: int,
+    alone: Callable[[str], Alone],
+    folders: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    """What one has saved, several load and save, bit by bit; one loads what several have computed."""
+    right, again, own = alone(name), tmp_path / "again", tmp_path / "own"
+    with on_ranks(1, model=folders[name], dtype="float32", **MANY) as one:
+        with staged(stages, ranks, model=folders[name], **MANY) as several:
+            poison([part.kv_pool for part in all_parts(several)])
+            assert several.identity() == one.identity()
+            assert several.load_cache(right.path) == right.saved
+            loaded, own_parts = kept_states(several), whole_states(all_parts(several), ranks, right.config)
+            assert loaded.keys() == right.states.keys()
+            for path, at in loaded.items():
+                assert all(map(torch.equal, (part[:, at] for part in own_parts), right.states[path])), path
+            assert several.save_cache(again) == right.saved
+            warm = several.generate(ASKED, QUICK)
+            assert [list(output.token_ids) for output in warm] == right.answers
+            assert all(map(ge, (output.usage.cached_tokens for output in warm), right.cached))
+            several.flush_cache()
+            for _ in range(2):
+                several.generate(ASKED, QUICK)
+            several.save_cache(own)
+        poison([one.parts.model.kv_pool])
+        assert one.load_cache(again) == right.saved
+        found = states_of(one)
+        assert found.keys() == right.states.keys()
+        for path, parts in found.items():
+            assert all(map(torch.equal, parts, right.states[path])), path
+        one.flush_cache()
+        poison([one.parts.model.kv_pool])
+        one.load_cache(own)
+        assert check_states(kept_states(one), one.parts.model.kv_pool.states.parts, right) > 20
+        found = one.generate(ASKED, QUICK)
+        assert [list(output.token_ids) for output in found] == right.answers
+        assert sum(output.usage.cached_tokens for output in found) >= 0.9 * sum(right.cached)
 
 
 # --- processes ---
@@ -214,11 +392,47 @@ def test_ranks_of_one_host_share_its_memory(folders: dict[str, Path], monkeypatc
 
 @pytest.mark.long
 def test_processes(folders: dict[str, Path]) -> None:
-    options = {"model": folders["qwen3.5-moe"], "dtype": "float32", **MANY}
-    with on_ranks(1, **options) as one:
+    options = {"model": folders["qwen3.5-moe"], "dtype": "float32"}
+    with on_ranks(1, **options, **MANY) as one:
         expected = answers(one, ASKED[::3])
-    with none_left(), on_ranks(2, **options) as both:
-        assert [answers(both, ASKED[::3]) for _ in range(2)] == [expected] * 2
+    for pool in (MANY, TIERED):
+        with none_left(), on_ranks(2, **options, **pool) as both:
+            assert [answers(both, ASKED[::3]) for _ in range(2)] == [expected] * 2
+
+
+@pytest.mark.long
+def test_a_rank_that_is_lost_while_states_are_saved(
+    alone: Callable[[str], Alone], folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The older cache stays, which one process has saved and two load."""
+    right, path = alone("granite4-moe"), tmp_path / "cache"
+    path.write_bytes(right.path.read_bytes())
+    buffers, gather = KeptParts.buffers, KeptParts.gather
+    names: list[str] = []
+
+    def named(self: KeptParts, name: str, count: int, num_rows: int) -> Any:
+        names.append(name)
+        return buffers(self, name, count, num_rows)
+
+    with none_left(), on_ranks(2, model=folders["granite4-moe"], dtype="float32", **MANY) as both:
+        (follower,) = ranks_of_this_process()
+        assert both.load_cache(path) == right.saved
+        found = both.generate(ASKED[::4], QUICK)
+        assert [list(output.token_ids) for output in found] == right.answers[::4]
+        assert all(map(ge, (output.usage.cached_tokens for output in found), right.cached[::4]))
+
+        def killed(self: KeptParts, buffer: int, slots: Any) -> None:
+            if names[-1] == "recurrent":
+                os.kill(follower.pid, signal.SIGKILL)
+            gather(self, buffer, slots)
+
+        monkeypatch.setattr(KeptParts, "buffers", named)
+        monkeypatch.setattr(KeptParts, "gather", killed)
+        with pytest.raises(DeviceLostError, match="rank 1 of 2"):
+            both.save_cache(path)
+    assert names == ["kv", "conv", "recurrent"]
+    assert path.read_bytes() == right.path.read_bytes()
+    assert os.listdir(tmp_path) == ["cache"]
 
 
 def test_what_cannot_be_done_is_refused(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,21 +441,10 @@ def test_what_cannot_be_done_is_refused(folders: dict[str, Path], monkeypatch: p
     monkeypatch.setattr(radixrt.assembly, "start_followers", started)
     sizes = "linear_num_key_heads 2 is not a multiple of tensor_parallel_size 4"
     stages = "num_hidden_layers 3 is less than pipeline_parallel_size 4"
-    host = "host_memory_gb is 0.1, but layers of a Qwen3_5MoeForCausalLM keep a state of each sequence, which seve"
     for options, message in (
         ({"tensor_parallel_size": 4}, sizes),
         ({"pipeline_parallel_size": 4}, stages),
-        ({"pipeline_parallel_size": 2, "host_memory_gb": 0.1}, host),
-        ({"tensor_parallel_size": 2, "host_memory_gb": 0.1}, host),
     ):
-        with pytest.raises((ModelError, ParameterError), match=message):
+        with pytest.raises(ModelError, match=message):
             Runtime(folders["qwen3.5-moe"], device="cpu", max_total_tokens=300, **options)
     started.assert_not_called()
-
-
-def test_caches_are_not_kept(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Also where the first rank's stage keeps no states."""
-    with staged(2, 1, model=folders["qwen3.5-moe"]) as several:
-        for keep in (several.save_cache, several.load_cache):
-            with pytest.raises(ParameterError, match=f"{keep.__name__} keeps states that one rank has whole"):
-                keep(tmp_path / "cache.safetensors")

@@ -92,13 +92,25 @@ def test_four_have_the_same_bits_whatever_runs_beside(four: dict[str, int]) -> N
 @TWO
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_hybrids(name: str, two: dict[str, int], tmp_path: Path) -> None:
-    """Prompts that part at many places, cold and warm, in float32."""
+    """Prompts that part at many places, cold and warm, in float32; from the host, and from kept caches."""
     folder, asked = checkpoints.write(HYBRIDS[name](), tmp_path), tree(depth=3)
     options: dict[str, Any] = {"model": folder, "device": "cuda", "dtype": "float32", "max_total_tokens": 4000}
+    paths, small = (tmp_path / "one", tmp_path / "two"), {"max_total_tokens": 220, "host_memory_gb": 0.01}
     with Runtime(**options) as one:
         expected = answers(one, asked)
+        saved = one.save_cache(paths[0])
     with none_left(), Runtime(**two, **options) as both:
         assert [answers(both, asked) for _ in range(2)] == [expected] * 2
+        both.flush_cache()
+        assert both.load_cache(paths[0]) == saved
+        assert answers(both, asked) == expected
+    with none_left(), Runtime(**two, **options | small) as both:
+        assert [answers(both, asked) for _ in range(2)] == [expected] * 2
+        assert both.cache_stats().state_loaded >= 5
+        both.save_cache(paths[1])
+    with Runtime(**options) as one:
+        assert one.load_cache(paths[1]) > small["max_total_tokens"]
+        assert answers(one, asked) == expected
 
 
 @TWO

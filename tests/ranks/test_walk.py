@@ -131,7 +131,7 @@ def test_walk(
         "chunked_prefill_size": rng.choice([5, 16, 64]),
         "max_running_requests": rng.choice([4, 10]),
         "context_length": 256,
-        "host_memory_gb": rng.choice([0.0, 0.0002, 0.001]),
+        "host_memory_gb": rng.choice([0.0, 0.0004, 0.002]),
         "overlap": seed % 3 < 2,
     }
     with none_left(), runtime(2, **options) as both:
