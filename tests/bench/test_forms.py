@@ -11,6 +11,7 @@ from scripts import bench_form_host, bench_forms
 pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'radixrt[grammar]'")
 
 
+@pytest.mark.long  # compiles the schemas' grammars for a whole tokenizer
 def test_a_row_for_each_number_of_schemas(capsys: pytest.CaptureFixture[str]) -> None:
     given = "--config tiny --requests 4 --schemas 1 --schemas 4 --document-len 20 --repeat 1 --device cpu"
     bench_forms.main(given.split())

@@ -73,7 +73,12 @@ def kept(folder: Path, small_pieces: None, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize(
     ("size", "stages"),
-    [(2, 1), (1, 2), pytest.param(4, 1, marks=pytest.mark.long), pytest.param(2, 2, marks=pytest.mark.long)],
+    [
+        pytest.param(2, 1, marks=pytest.mark.long),
+        (1, 2),
+        pytest.param(4, 1, marks=pytest.mark.long),
+        pytest.param(2, 2, marks=pytest.mark.long),
+    ],
 )
 def test_any_number_of_ranks_loads_what_any_has_saved(
     size: int, stages: int, folder: Path, kept: Path, tmp_path: Path

@@ -98,13 +98,19 @@ def answers(runtime: Runtime, asked: list[list[int]], params: SamplingParams = G
 LENGTHS = 1, 2, 3, 40, 17, 70, 64, 5
 
 
+TOKEN_BY_TOKEN = {"chunked_prefill_size": 1}
+
+
+@pytest.mark.long_unless(
+    kept=lambda given: given["options"] != TOKEN_BY_TOKEN or given["reference"] in ("qwen3.5-moe", "lfm2")
+)
 @pytest.mark.parametrize(
     "options",
     [
         {},
         {"chunked_prefill_size": 7},
         {"chunked_prefill_size": 65, "max_running_requests": 3},
-        {"chunked_prefill_size": 1},
+        TOKEN_BY_TOKEN,
         {"overlap": False},
         {"enable_prefix_cache": False},
     ],

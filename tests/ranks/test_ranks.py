@@ -103,6 +103,7 @@ def test_a_transfer_that_fails_ends_all() -> None:
         leading_runner.LeadingRunner(own, others).transfer(deque())
 
 
+@pytest.mark.long  # tests/ranks/test_stages.py has the same with threads
 def test_other_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks read them, also after a Ctrl-C; a folder that is none changes nothing. Another plan on one rank
     ends all.
