@@ -17,10 +17,11 @@ T = TypeVar("T")
 
 def on_ranks(size: int, work: Callable[[Ranks], T]) -> list[T]:
     """What `work` gives on each of `size` ranks, in their order. An error on one of them is raised."""
-    store = HashStore()
+    store, groups = HashStore(), list[ProcessGroupGloo]()  # which stay until all are connected and have ended
 
     def run(rank: int) -> T:
         group = ProcessGroupGloo(PrefixStore("ranks", store), rank, size, timedelta(seconds=60))
+        groups.append(group)
         with torch.inference_mode():
             return work(Ranks(rank, size, group))
 
