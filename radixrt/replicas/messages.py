@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from radixrt import errors
-from radixrt.arrays import Int32Array
 from radixrt.batch.scan import parameters_as_json
 from radixrt.cache.prefix_cache import CacheStats
+from radixrt.cache.radix_tree import common_prefix
 from radixrt.errors import PassError
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, Timings, TokenLogprob, Usage
 from radixrt.sampling_params import SamplingParams
@@ -36,12 +36,12 @@ def requests_message(requests: Sequence[Request]) -> Message:
     listed, own = [], [np.zeros(0, np.int32)]
     before = own[0]
     for request in requests:
-        if (known := by_identity.get(id(request.params))) is None:
-            known = by_identity[id(request.params)] = by_value.setdefault(request.params, len(params))
-            if known == len(params):
+        if (nth := by_identity.get(id(request.params))) is None:
+            nth = by_identity[id(request.params)] = by_value.setdefault(request.params, len(params))
+            if nth == len(params):
                 params.append(parameters_as_json(request.params))
-        nth = known
-        shared = _num_shared(before, request.prompt_ids)
+        most = min(len(before), request.prompt_len)
+        shared = common_prefix(before[:most], request.prompt_ids[:most]) if most else 0
         before = request.prompt_ids
         own.append(before[shared:])
         listed.append(
@@ -58,16 +58,6 @@ def requests_message(requests: Sequence[Request]) -> Message:
             ]
         )
     return Message({"run": listed, "params": params}, np.concatenate(own))
-
-
-def _num_shared(a: Int32Array, b: Int32Array) -> int:
-    """How many leading tokens two prompts share, of which neither need be all of the other."""
-    most = min(len(a), len(b))
-    if not most:
-        return 0
-    differs = a[:most] != b[:most]
-    first = int(differs.argmax())
-    return first if differs[first] else most
 
 
 def requests_of(message: Message, runtime: Prepares) -> Iterator[Request | RequestOutput]:

@@ -261,6 +261,23 @@ def test_what_others_wait_for_stays() -> None:
     assert gone == [later, nobody, late, long, awaited_end, soon, head]
 
 
+def test_where_many_are_waited_for_several_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of so many, the least worth ones; and as many as are wanted where that is more."""
+    monkeypatch.setattr("radixrt.cache.states.AT_ONCE", 4)
+    tree, states, uses = RadixTree(), States(SlotAllocator(14), 4), dict[Node, int]()
+    states.next_use = uses.get
+    for number in range(13):
+        tokens = np.arange(20, dtype=np.int32) + 100 * number
+        node, *_ = tree.insert(tree.root(DEFAULT_NAMESPACE), tokens, tokens)
+        uses[node] = number
+        (taken,) = states.allocator.alloc(1)  # type: ignore[misc]
+        states.keep(int(taken), node)
+    states.make_room(1, (0, 0))
+    assert [uses[node] for node in states.kept.values()] == [*range(10)]
+    states.make_room(7, (0, 0))
+    assert [uses[node] for node in states.kept.values()] == [*range(6)]
+
+
 def test_few_states_in_the_order_of_a_file() -> None:
     """Groups whose members stand far apart, with many more nodes than states."""
     shape = judging(questions=40, rubric_len=300, question_len=(80, 120), answer_len=(60, 100), new_tokens=(8, 16))
