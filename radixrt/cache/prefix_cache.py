@@ -25,7 +25,6 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import takewhile
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -418,11 +417,11 @@ class PrefixCache(CountsHits):
         if begin > start:
             assert lender is not None  # it has published what is before
             canonical = np.concatenate([self._slots_of(lender, start, begin), canonical])
-        duplicates = len(canonical)
-        if not np.array_equal(own[:duplicates], canonical):
-            self.rows.write(lease.row, start, canonical)
-        if len(given_up := own[max(0, lease.lent_end - start) : duplicates]):
-            self._defer_free(Pending(self.passes_launched, given_up, len(given_up)))
+        if duplicates := len(canonical):
+            if not np.array_equal(own[:duplicates], canonical):
+                self.rows.write(lease.row, start, canonical)
+            if len(given_up := own[max(0, lease.lent_end - start) : duplicates]):
+                self._defer_free(Pending(self.passes_launched, given_up, len(given_up)))
         self.tree.lock(node, until=lease.node)
         if lender is not None:
             self._count_borrowed(lease, node, computed)
@@ -460,8 +459,7 @@ class PrefixCache(CountsHits):
         if self.keeps_states and is_known and (reusable_len is None or reusable_len >= end):
             lease.tail = computed
         slots = self._slots_of(lease, first, end)
-        alone = takewhile(lambda node: node.lock == 1, self.tree.path(lease.node))
-        tokens = len(slots) + sum(len(node.tokens) for node in alone)
+        tokens = len(slots) + self.tree.held_alone(lease.node)
         self._defer_free(Pending(self.passes_launched, slots, tokens, lease))
 
     def pass_launched(self) -> None:
@@ -535,19 +533,22 @@ class PrefixCache(CountsHits):
         return before - self.tree.total_tokens
 
     def stats(self) -> CacheStats:
-        leases, host = tuple(self.leases), self.host  # another thread may look while this one works
-        host_states = None if self.states is None else self.states.host
+        host, host_states = self.host, None if self.states is None else self.states.host
+        evictable, locked, free = self.tree.evictable_tokens, self.tree.locked_tokens, self.slots.num_free
+        pending = sum(len(pending.slots) for pending in tuple(self.pending))
+        # What is left, to ask no lease; and another thread may look while this one moves slots.
+        private = max(0, self.slots.capacity - free - evictable - locked - pending - self._arriving)
         return CacheStats(
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
             recomputed_tokens=self.recomputed_tokens,
             evicted_tokens=self.evicted_tokens,
             capacity=self.slots.capacity,
-            free=self.slots.num_free,
-            evictable=self.tree.evictable_tokens,
-            locked=self.tree.locked_tokens,
-            private=sum(lease.allocated_len - lease.own_start for lease in leases if not lease.released),
-            pending=sum(len(pending.slots) for pending in tuple(self.pending)),
+            free=free,
+            evictable=evictable,
+            locked=locked,
+            private=private,
+            pending=pending,
             arriving=self._arriving,
             stored_tokens=0 if host is None else host.stored_tokens,
             loaded_tokens=0 if host is None else host.loaded_tokens,

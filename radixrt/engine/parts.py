@@ -64,11 +64,12 @@ class Parts:
 
 def request_output(first: Answer, tokenizer: Tokenizer | None) -> RequestOutput:
     """The output of a request whose answers have all ended; without a tokenizer it has no text."""
-    request = first.request
-    outputs = [_completion(answer, tokenizer) for answer in first.family]
+    request, family = first.request, first.family
+    outputs = [_completion(answer, tokenizer) for answer in family]
     # Where it ended before its answers' first tokens were drawn, all have ended so.
-    missing = range(len(outputs), request.params.n)
-    outputs += [replace(outputs[0], index=request.first_answer + nth) for nth in missing]
+    for nth in range(len(outputs), request.params.n):
+        outputs.append(replace(outputs[0], index=request.first_answer + nth))
+    causes = [answer.log.cause for answer in family if answer.log.cause is not None]
     return RequestOutput(
         index=request.index,
         id=request.id,
@@ -77,7 +78,7 @@ def request_output(first: Answer, tokenizer: Tokenizer | None) -> RequestOutput:
         timings=first.timings(),
         prompt_ids=request.prompt_ids,
         prompt_logprobs=None if request.params.prompt_logprobs is None else tuple(first.log.prompt_logprobs),
-        cause=next((answer.log.cause for answer in first.family if answer.log.cause is not None), None),
+        cause=causes[0] if causes else None,
     )
 
 

@@ -25,6 +25,7 @@ from radixrt.builtin import MODEL_PATH
 from radixrt.cache.prefix_cache import CacheStats
 from radixrt.checks import check_float, check_int
 from radixrt.config import RuntimeConfig
+from radixrt.engine.gc_control import old_objects_left_alone
 from radixrt.errors import DeviceLostError, PassError, RadixrtError, ReplicaLostError
 from radixrt.frontend.request_builder import OnError, Params, Prompt, builder_without_weights, listed_prompts
 from radixrt.limits import HANG_SECONDS, RunLimits
@@ -160,7 +161,8 @@ class ReplicaGroup:
             if not found.requests:
                 return
             work = _Work(self, found)
-            with tqdm(total=len(found.requests), unit=" requests", disable=not progress, file=sys.stderr) as bar:
+            bar = tqdm(total=len(found.requests), unit=" requests", disable=not progress, file=sys.stderr)
+            with bar, old_objects_left_alone():
                 while not work.is_done:
                     for output in work.step():
                         if output.cause is not None and on_error == "raise":

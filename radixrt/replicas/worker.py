@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
+from radixrt.engine.gc_control import old_objects_left_alone
 from radixrt.errors import DeviceLostError, RadixrtError
 from radixrt.output import RequestOutput
 from radixrt.replicas.messages import ended_message, requests_of, state_as_json
@@ -111,7 +112,7 @@ def serve(channel: Channel, make: Callable[[dict[str, Any]], Runtime] = _runtime
     except RadixrtError as error:
         channel.send(Message({"refused": error_as_json(error)}))
         return
-    with runtime:
+    with runtime, old_objects_left_alone():
         server, told = Server(runtime), deque(messages[1:])
         channel.send(server.ready())
         try:

@@ -177,8 +177,9 @@ class Answer:
         """Run no more: the row is left to others."""
         lease = self.lease
         assert lease is not None  # it runs
-        if lease.allocated_len > lease.matched:
-            self.launched_len = max(self.launched_len, lease.allocated_len)
+        launched_len = lease.allocated_len
+        if launched_len > lease.matched:
+            self.launched_len = max(self.launched_len, launched_len)
         self._table.runs[lease.row] = False
         self._tokens = self.tokens().copy()
         self.lease = None
@@ -195,18 +196,21 @@ class Answer:
     def usage(self) -> Usage:
         """Of all answers to the prompt. One that ended before it was admitted found nothing in the cache."""
         prompt_len, cached = self.request.prompt_len, self.log.cached_tokens or 0
-        num_output = sum(answer.num_output for answer in self.family)
-        recomputed = sum(answer.log.recomputed_tokens for answer in self.family)
+        num_output = recomputed = 0
+        for answer in self.family:
+            num_output += answer.num_output
+            recomputed += answer.log.recomputed_tokens
         return Usage(prompt_len, cached, prompt_len - cached, num_output, recomputed)
 
     def timings(self) -> Timings:
         """Of all answers to the prompt, in seconds since submission; until now where none has ended."""
-        log, ends = self.log, [answer.log.finished_at for answer in self.family]
-        total = max((end for end in ends if end is not None), default=time.perf_counter()) - log.submitted_at
+        log = self.log
+        ends = [end for answer in self.family if (end := answer.log.finished_at) is not None]
+        total = max(ends or [time.perf_counter()]) - log.submitted_at
         return Timings(
-            queue=total if log.launched_at is None else log.launched_at - log.submitted_at,
-            first_token=None if log.first_token_at is None else log.first_token_at - log.submitted_at,
-            total=total,
+            total if log.launched_at is None else log.launched_at - log.submitted_at,
+            None if log.first_token_at is None else log.first_token_at - log.submitted_at,
+            total,
         )
 
 

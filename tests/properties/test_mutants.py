@@ -1396,18 +1396,17 @@ def follow_whoever_begins_alike(patch: pytest.MonkeyPatch) -> None:
 
 @found_by(test_prefix_cache.test_incoming_counts_what_nobody_else_holds)
 def expect_what_others_hold(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(prefix_cache, "takewhile", lambda is_held_once, path: path)
+    patch.setattr(RadixTree, "held_alone", lambda self, end: sum(len(node.tokens) for node in self.path(end)))
 
 
 @found_by(test_radix_tree.test_a_whole_path_is_used_with_its_end)
 def use_a_node_and_not_its_path(patch: pytest.MonkeyPatch) -> None:
-    path = RadixTree.path
     touch = RadixTree.touch
 
     def alone(self: RadixTree, end: Node) -> None:
-        patch.setattr(RadixTree, "path", lambda self, end, until=None: [end])
+        parent, end.parent = end.parent, None
         touch(self, end)
-        patch.setattr(RadixTree, "path", path)
+        end.parent = parent
 
     patch.setattr(RadixTree, "touch", alone)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Sequence
 from contextlib import suppress
@@ -80,6 +81,15 @@ def test_answers_are_those_of_one_runtime(num_replicas: int) -> None:
         assert group.activity().passes == sum(lane.activity.passes for lane in group.lanes) > 0
         assert not group.has_work
     assert all(link.is_dead for link in links.links.values())
+
+
+def test_the_collector_leaves_alone_what_was_there_before_a_list() -> None:
+    with group_of(LocalLinks(simulated_runtime), 2) as group:
+        found = group.generate_iter(tree(9), PARAMS)
+        next(found)
+        assert gc.get_freeze_count() > 0
+        assert len(list(found)) == 8
+        assert gc.get_freeze_count() == 0
 
 
 def test_a_prompt_and_parameters_each() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 from typing import Any
 
@@ -93,3 +94,13 @@ def test_messages_behind_the_first_one_count(monkeypatch: pytest.MonkeyPatch) ->
     done, tokens = served(monkeypatch, [Message({"config": {}}), *messages([2])])
     assert done[:2] == ["submit 2", "step"]
     assert len(tokens) == 2
+
+
+def test_the_collector_leaves_the_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would walk over all of torch in the middle of a list."""
+    frozen: list[int] = []
+    step = worker.Server.step
+    monkeypatch.setattr(worker.Server, "step", lambda self: frozen.append(gc.get_freeze_count()) or step(self))
+    served(monkeypatch, [Message({"config": {}})], *[[message] for message in messages([2])])
+    assert min(frozen) > 0
+    assert gc.get_freeze_count() == 0
