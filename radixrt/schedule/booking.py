@@ -56,16 +56,18 @@ class Bookkeeper:
         # Answers that still run and decoded one token are booked together; no row has changed hands by now.
         decoded = table.runs.take(rows) & result.finite & (pass_.prefix_lens >= table.extend_lens.take(rows))
         decoded &= pass_.num_samples == 1
-        to_visit = ~decoded
-        to_visit[decoded] = table.append(rows[decoded], result.token_ids[first_samples[decoded]])
-        to_visit |= table.is_special.take(rows)
+        ends = np.zeros_like(decoded)
+        ends[decoded] = table.append(rows[decoded], result.token_ids[first_samples[decoded]])
+        to_visit = ~decoded | table.is_special.take(rows)
         ended_by_form: dict[int, Exception | None] = {}
         if booking.forms is not None:
             assert pass_.sampling.masked is not None
             together = np.repeat(decoded, pass_.num_samples)  # others' tokens are pushed when they are visited
             ended_by_form = push(booking.forms, np.where(together, result.token_ids, -1)[pass_.sampling.masked])
             to_visit[list(ended_by_form)] = True
-        ended: list[Answer] = []
+        at_end = np.flatnonzero(ends & ~to_visit)
+        ended = [booking.answers[i] for i in at_end.tolist()]
+        self._end_at(ended, result.token_ids[first_samples[at_end]].tolist())
         if not to_visit.any():
             return ended
         first_logprobs = np.searchsorted(pass_.sampling.arrays.get("logprob_rows", ()), first_samples)
@@ -84,6 +86,14 @@ class Bookkeeper:
             elif not answer.finished:
                 ended += self._book(booking, result, i, token_ids, logprobs)
         return ended
+
+    def _end_at(self, answers: Sequence[Answer], token_ids: Sequence[int]) -> None:
+        """End answers with their latest tokens `[n]`, of which nobody wants more than their ids."""
+        for answer, token_id in self.admission.paced(zip(answers, token_ids, strict=True)):
+            reason = FinishReason.LENGTH
+            if token_id in answer.request.stop_ids:
+                reason, answer.log.matched = FinishReason.STOP, token_id
+            self.finish(answer, reason)
 
     def fail(self, booking: Booking, cause: Exception) -> list[Answer]:
         """End the answers of a pass that raised. Returns them."""
