@@ -6,7 +6,7 @@ import itertools
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
@@ -25,6 +25,7 @@ from radixrt.builtin import MODEL_PATH
 from radixrt.cache.prefix_cache import CacheStats
 from radixrt.checks import check_float, check_int
 from radixrt.config import RuntimeConfig
+from radixrt.engine.gc_control import old_objects_left_alone
 from radixrt.errors import DeviceLostError, PassError, RadixrtError, ReplicaLostError
 from radixrt.frontend.request_builder import OnError, Params, Prompt, builder_without_weights, listed_prompts
 from radixrt.limits import HANG_SECONDS, RunLimits
@@ -151,8 +152,17 @@ class ReplicaGroup:
         if self._is_open:
             raise RadixrtError("a group answers one call at a time, and another one is not over")
         listed, _ = listed_prompts(prompts)
-        call = next(self._calls)
-        outputs, found = listed_requests(self._builder, listed, sampling_params, on_error, call)
+        with old_objects_left_alone():
+            yield from self._answers(listed, sampling_params, on_error, progress)
+
+    def _answers(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Params | Iterable[Params],
+        on_error: OnError,
+        progress: bool,
+    ) -> Iterator[RequestOutput]:
+        outputs, found = listed_requests(self._builder, prompts, sampling_params, on_error, next(self._calls))
         work: _Work | None = None
         self._is_open = True
         try:

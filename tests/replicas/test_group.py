@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Sequence
 from contextlib import suppress
@@ -367,7 +368,9 @@ def test_one_call_at_a_time_and_one_left_early() -> None:
         next(calls)
         with pytest.raises(RadixrtError, match="one call at a time"):
             group.generate(tree(3), PARAMS)
+        assert gc.get_freeze_count() > 0, "a full collection would be a pause of all"
         calls.close()  # type: ignore[attr-defined]
+        assert gc.get_freeze_count() == 0
         while group.has_work:
             group.step()
         assert sum(each.requests for each in group.replica_figures) < 20, "the others were aborted"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 from typing import Any
 
@@ -93,3 +94,23 @@ def test_messages_behind_the_first_one_count(monkeypatch: pytest.MonkeyPatch) ->
     done, tokens = served(monkeypatch, [Message({"config": {}}), *messages([2])])
     assert done[:2] == ["submit 2", "step"]
     assert len(tokens) == 2
+
+
+def test_old_objects_are_left_alone_while_there_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen: list[bool] = []
+    step, wait = worker.Server.step, GivenChannel.wait
+
+    def stepped(server: worker.Server) -> Message | None:
+        frozen.append(gc.get_freeze_count() > 0)
+        return step(server)
+
+    def waited(channel: GivenChannel) -> None:
+        frozen.append(gc.get_freeze_count() > 0)
+        wait(channel)
+
+    monkeypatch.setattr(worker.Server, "step", stepped)
+    monkeypatch.setattr(GivenChannel, "wait", waited)
+    served(monkeypatch, [Message({"config": {}})], [], messages([2]))
+    assert frozen[0] is frozen[-1] is False
+    assert len(frozen) > 3
+    assert all(frozen[1:-1])
