@@ -28,7 +28,6 @@ from radixrt.batch.record_writer import RecordCounts, RecordWriter
 from radixrt.batch.run import AnyRuntime, BatchRun, R, batch_report, plan_of
 from radixrt.batch.scan import Check, Scan, parameters_as_json, scan_lines
 from radixrt.batch.tally import Tally
-from radixrt.engine.gc_control import old_objects_left_alone
 from radixrt.engine.signals import FirstSignal, Interrupt, Interrupted, first_interrupt, signal_of
 from radixrt.errors import BatchFileError, DeviceLostError, ErrorRateError, RadixrtError
 from radixrt.files.disk import temporary_folder
@@ -252,8 +251,7 @@ class ScannedBatch:
                     records = self._records(sink, counts, runtime.tokenizer)
                     run = self._run = BatchRun(runtime, self.lines, records, interrupted, options)
                     try:
-                        with old_objects_left_alone():
-                            run.run()
+                        run.run()
                     except (DeviceLostError, ErrorRateError) as error:
                         failure = error
                 if failure is None and run.is_complete:

@@ -6,7 +6,7 @@ import itertools
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
@@ -152,8 +152,17 @@ class ReplicaGroup:
         if self._is_open:
             raise RadixrtError("a group answers one call at a time, and another one is not over")
         listed, _ = listed_prompts(prompts)
-        call = next(self._calls)
-        outputs, found = listed_requests(self._builder, listed, sampling_params, on_error, call)
+        with old_objects_left_alone():
+            yield from self._answers(listed, sampling_params, on_error, progress)
+
+    def _answers(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Params | Iterable[Params],
+        on_error: OnError,
+        progress: bool,
+    ) -> Iterator[RequestOutput]:
+        outputs, found = listed_requests(self._builder, prompts, sampling_params, on_error, next(self._calls))
         work: _Work | None = None
         self._is_open = True
         try:
@@ -161,8 +170,7 @@ class ReplicaGroup:
             if not found.requests:
                 return
             work = _Work(self, found)
-            bar = tqdm(total=len(found.requests), unit=" requests", disable=not progress, file=sys.stderr)
-            with bar, old_objects_left_alone():
+            with tqdm(total=len(found.requests), unit=" requests", disable=not progress, file=sys.stderr) as bar:
                 while not work.is_done:
                     for output in work.step():
                         if output.cause is not None and on_error == "raise":

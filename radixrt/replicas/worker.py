@@ -112,29 +112,37 @@ def serve(channel: Channel, make: Callable[[dict[str, Any]], Runtime] = _runtime
     except RadixrtError as error:
         channel.send(Message({"refused": error_as_json(error)}))
         return
-    with runtime, old_objects_left_alone():
+    with runtime:
         server, told = Server(runtime), deque(messages[1:])
         channel.send(server.ready())
         try:
             while True:
-                told += channel.receive()
-                # Where the device has nothing to do, others are made once it computes the first ones.
-                left = MADE_AT_ONCE if server.has_work else 1
-                while told:
-                    message = told.popleft()
-                    left -= len(message.body.get("run", ()))
-                    if (answer := server.handle(message)) is not None:
-                        channel.send(answer)
-                    if left <= 0 and server.has_work and all("run" in other.body for other in told):
-                        break
+                with old_objects_left_alone():
+                    _run_all(channel, server, told)
                 if channel.is_closed:
                     return
-                if not (told or server.has_work):
-                    channel.wait()
-                elif (news := server.step()) is not None:
-                    channel.send(news)
+                channel.wait()
         except DeviceLostError as error:
             channel.send(Message({"lost": str(error)}))
+
+
+def _run_all(channel: Channel, server: Server, told: deque[Message]) -> None:
+    """Answer messages and run passes until there are none, or the group has closed its end."""
+    while True:
+        told += channel.receive()
+        # Where the device has nothing to do, others are made once it computes the first ones.
+        left = MADE_AT_ONCE if server.has_work else 1
+        while told:
+            message = told.popleft()
+            left -= len(message.body.get("run", ()))
+            if (answer := server.handle(message)) is not None:
+                channel.send(answer)
+            if left <= 0 and server.has_work and all("run" in other.body for other in told):
+                break
+        if channel.is_closed or not (told or server.has_work):
+            return
+        if (news := server.step()) is not None:
+            channel.send(news)
 
 
 def main(make: Callable[[dict[str, Any]], Runtime] = _runtime) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import gzip
 import io
 import json
@@ -436,18 +435,6 @@ def test_few_at_a_time(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
     assert [prompt[0] for prompt in prompts] == sorted(n % 5 for n in range(50))
     assert report.best_hit_rate == best_hit_rate([np.array(line["token_ids"]) for line in lines])
     assert indices(files[1]) == list(range(50))
-
-
-def test_the_collector_leaves_alone_what_was_there_before(
-    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(files[0], [good(n) for n in range(3)])
-    runtime, frozen = FakeRuntime(), list[int]()
-    step = runtime.step
-    monkeypatch.setattr(runtime, "step", lambda: frozen.append(gc.get_freeze_count()) or step())
-    run_batch(runtime, *files)
-    assert min(frozen) > 0
-    assert gc.get_freeze_count() == 0
 
 
 def test_second_interrupt_stops_at_once(files: tuple[Path, Path]) -> None:

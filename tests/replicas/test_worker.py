@@ -96,11 +96,21 @@ def test_messages_behind_the_first_one_count(monkeypatch: pytest.MonkeyPatch) ->
     assert len(tokens) == 2
 
 
-def test_the_collector_leaves_the_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would walk over all of torch in the middle of a list."""
-    frozen: list[int] = []
-    step = worker.Server.step
-    monkeypatch.setattr(worker.Server, "step", lambda self: frozen.append(gc.get_freeze_count()) or step(self))
-    served(monkeypatch, [Message({"config": {}})], *[[message] for message in messages([2])])
-    assert min(frozen) > 0
-    assert gc.get_freeze_count() == 0
+def test_old_objects_are_left_alone_while_there_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen: list[bool] = []
+    step, wait = worker.Server.step, GivenChannel.wait
+
+    def stepped(server: worker.Server) -> Message | None:
+        frozen.append(gc.get_freeze_count() > 0)
+        return step(server)
+
+    def waited(channel: GivenChannel) -> None:
+        frozen.append(gc.get_freeze_count() > 0)
+        wait(channel)
+
+    monkeypatch.setattr(worker.Server, "step", stepped)
+    monkeypatch.setattr(GivenChannel, "wait", waited)
+    served(monkeypatch, [Message({"config": {}})], [], messages([2]))
+    assert frozen[0] is frozen[-1] is False
+    assert len(frozen) > 3
+    assert all(frozen[1:-1])
