@@ -457,7 +457,7 @@ class Runtime:
     @property
     def num_running(self) -> int:
         """Answers that are admitted and have not ended."""
-        return len(self.parts.scheduler.running)
+        return self.parts.scheduler.num_running
 
     @property
     def num_waiting(self) -> int:

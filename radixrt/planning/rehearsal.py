@@ -73,7 +73,7 @@ def rehearse(
             break
         engine.step()
         passes = cache.passes_launched
-        most_running = max(most_running, len(scheduler.running))
+        most_running = max(most_running, scheduler.num_running)
     return Rehearsal(cache.prompt_tokens, cache.cached_tokens, cache.recomputed_tokens, passes, most_running)
 
 

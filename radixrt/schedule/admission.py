@@ -74,15 +74,15 @@ class Admission:
 
     def __init__(self, cache: PrefixCache, config: SchedulerConfig) -> None:
         rows = cache.rows
-        self.waiting, self.running = list[Answer](), list[Answer]()  # by `Answer.place`, and in order of admission
+        self.waiting: list[Answer] = []  # by `Answer.place`
+        self.running: dict[Answer, int] = {}  # with their rows, in order of admission
         self.table = RequestTable(rows.max_requests, rows.max_context_len, cache.allocated_lens)
         self.sampling = SamplingTable(rows.max_requests)
         self.estimate = OutputEstimate()
         self.changes = 0  # times that an answer has begun or stopped running
         self.num_yielding = 0  # running answers that make way for more urgent ones
         self.refused: Answer | None = None  # the first one that found no place or no memory, in the last pass
-        self._running_rows: list[int] = []  # of `running`
-        self._rows = np.zeros(0, np.int32)  # the same, as they were at some number of changes
+        self._rows = np.zeros(0, np.int32)  # of `running`, as they were at some number of changes
         self._rows_at = 0
         self.num_retractions = 0
         self.paced: Callable[[Iterable[Any]], Iterable[Any]] = iter  # walks a long list
@@ -206,7 +206,8 @@ class Admission:
     def running_rows(self) -> Int32Array:
         """`[n]`, of `running`; the same array until that changes."""
         if self._rows_at != self.changes:
-            self._rows, self._rows_at = np.array(self._running_rows, np.int32), self.changes
+            rows, count = self.running.values(), len(self.running)
+            self._rows, self._rows_at = np.fromiter(rows, np.int32, count), self.changes
         return self._rows
 
     def _next_use(self, node: Node) -> int | None:
@@ -221,7 +222,8 @@ class Admission:
             self._neighbours.add([answer])
 
     def leave_queue(self, answer: Answer) -> None:
-        at = bisect.bisect_left(self.waiting, answer.place, key=place_of)
+        is_first = self.waiting[0] is answer  # as mostly
+        at = 0 if is_first else bisect.bisect_left(self.waiting, answer.place, key=place_of)
         while self.waiting[at] is not answer:  # the answers to one prompt arrive together
             at += 1
         del self.waiting[at]
@@ -254,8 +256,7 @@ class Admission:
         self._cache.release(lease, reusable_len, computed=computed, comes_back=comes_back)
         answer.stop()
         answer.resumable_after = self._cache.passes_launched
-        at = self.running.index(answer)
-        del self.running[at], self._running_rows[at]
+        del self.running[answer]
         self.num_yielding -= answer.request.yields
         self.changes += 1
 
@@ -264,8 +265,7 @@ class Admission:
         self.leave_queue(answer)
         answer.run(lease, self.table)
         self.sampling.admit(lease.row, answer)
-        self.running.append(answer)
-        self._running_rows.append(lease.row)
+        self.running[answer] = lease.row
         self.num_yielding += answer.request.yields
         self.changes += 1
 

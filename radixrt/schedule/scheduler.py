@@ -39,7 +39,7 @@ class Scheduler:
         self.cache, self.config = cache, config
         self._admission = admission = Admission(cache, config)
         self._bookkeeper = Bookkeeper(cache, admission)
-        self.waiting, self.running, self.retract = admission.waiting, admission.running, admission.retract
+        self.waiting, self.retract = admission.waiting, admission.retract
         self.process, self.fail = self._bookkeeper.process, self._bookkeeper.fail
         self.take_forced = self._bookkeeper.take_forced
         self._arrivals = itertools.count()
@@ -54,6 +54,14 @@ class Scheduler:
         self._passes_left = 0  # until one of the decodes has launched its last token
 
     @property
+    def running(self) -> list[Answer]:
+        return list(self._admission.running)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._admission.running)
+
+    @property
     def num_retractions(self) -> int:
         return self._admission.num_retractions
 
@@ -63,7 +71,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self._admission.running)
 
     def refusal(self, request: Request) -> str | None:
         """Why a request can never run, or None if it can."""
@@ -167,7 +175,7 @@ class Scheduler:
         """The decodes of the coming pass, and their rows: all, or those of a lane."""
         if self._lanes is None:
             return self._decodes, self._decode_rows
-        num_running = len(self.running) - len(self._extends)
+        num_running = self.num_running - len(self._extends)
         turn = self._lanes.next_turn(self._decodes, self._decode_rows, num_running, waits=waits)
         return turn.answers, turn.rows
 
@@ -185,7 +193,7 @@ class Scheduler:
         changes = self._admission.changes
         if self._grouped_at == changes and self._passes_left > 0:
             return
-        running, rows, table = self.running, self._admission.running_rows(), self._admission.table
+        running, rows, table = self._admission.running, self._admission.running_rows(), self._admission.table
         extends = table.allocated_lens[rows] < table.extend_lens[rows]
         remaining = table.max_lens[rows] - table.total_lens(rows)
         decodes = ~extends & (remaining > 0)
