@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 CALLS_PER_COLLECTION = 1000  # calls that left none in progress
+NEW_OBJECTS = 10_000  # after which new ones are looked through; Python's default is 700
 
 _lock = threading.RLock()  # the collector may end a forgotten call here
 _calls = 0  # in progress, of all threads
+_thresholds = gc.get_threshold()  # without calls
 _thaws = itertools.count(1)
 
 
@@ -20,14 +22,18 @@ def old_objects_left_alone() -> Iterator[None]:
     """Have the collector skip what was there when the first of the calls in progress began.
 
     A full collection walks over all objects of torch and transformers: some tenths of a second, as long as many a
-    list of prompts takes. Garbage of the calls is collected as ever. `gc.freeze` sets the collector's counters to
-    0, so short calls would put off full collections for ever: now and then one is made between calls.
+    list of prompts takes. Garbage of the calls is collected as ever, but less often: what requests leave goes
+    without the collector, and most of it before there are so many new objects. `gc.freeze` sets the collector's
+    counters to 0, so short calls would put off full collections for ever: now and then one is made between calls.
     """
-    global _calls
+    global _calls, _thresholds
     with _lock:
         _calls += 1
         if _calls == 1:
             gc.freeze()
+            _thresholds = first, *others = gc.get_threshold()
+            if first:  # it is not switched off
+                gc.set_threshold(max(first, NEW_OBJECTS), *others)
     try:
         yield
     finally:
@@ -35,5 +41,6 @@ def old_objects_left_alone() -> Iterator[None]:
             _calls -= 1
             if is_last := _calls == 0:
                 gc.unfreeze()
+                gc.set_threshold(*_thresholds)
         if is_last and next(_thaws) % CALLS_PER_COLLECTION == 0:
             gc.collect()

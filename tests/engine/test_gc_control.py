@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from radixrt.engine.gc_control import old_objects_left_alone
+from radixrt.engine.gc_control import NEW_OBJECTS, old_objects_left_alone
 
 
 class Cycle:
@@ -47,6 +47,19 @@ def test_short_calls_do_not_put_off_full_collections_for_ever(monkeypatch: pytes
         with old_objects_left_alone():
             pass
     assert [reference() for reference in old] == [None] * 3
+
+
+@pytest.mark.parametrize("threshold", [0, 700, 10**6])
+def test_new_objects_are_looked_through_less_often_while_calls_are_in_progress(threshold: int) -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(threshold, 7, 8)
+    try:
+        for _ in range(2):
+            with old_objects_left_alone(), old_objects_left_alone():
+                assert gc.get_threshold() == (max(NEW_OBJECTS, threshold) if threshold else 0, 7, 8)
+            assert gc.get_threshold() == (threshold, 7, 8)
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_a_call_that_fails_or_is_left_early_ends_it() -> None:
