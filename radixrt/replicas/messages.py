@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -82,56 +83,73 @@ def requests_of(message: Message, runtime: Prepares) -> Iterator[Request | Reque
             )
 
 
+class Ended(NamedTuple):
+    """An output from a replica, without its prompt."""
+
+    id: int | str
+    answers: list[list[Any]]
+    token_ids: list[tuple[int, ...]]  # of each answer
+    usage: Usage
+    timings: Timings
+    prompt_logprobs: list[list[Any]] | None
+    cause: str | None
+
+
 def ended_message(outputs: Sequence[RequestOutput], others: Mapping[str, Any]) -> Message:
-    """Outputs without their prompts, which the group has, and other JSON values. Token ids are no JSON: it takes
-    longer to write and to read.
+    """Outputs without their prompts, which the group has, and other JSON values. Numbers of each output, and token
+    ids, are no JSON: it takes longer to write and to read.
     """
+    timings = np.array([_values(output.timings) for output in outputs], "<f8")  # None is not a number
+    usages = np.array([_values(output.usage) for output in outputs], np.int32)
     ids = [token for output in outputs for answer in output.outputs for token in answer.token_ids]
-    return Message({"ended": list(map(_output_as_json, outputs)), **others}, np.array(ids, np.int32))
+    numbers = np.concatenate([timings.ravel().view("<i4"), usages.ravel(), np.array(ids, np.int32)])
+    return Message({"ended": list(map(_output_as_json, outputs)), **others}, numbers.astype(np.int32, copy=False))
 
 
-def ended_of(message: Message) -> Iterator[tuple[Mapping[str, Any], list[tuple[int, ...]]]]:
-    """The outputs of such a message for `output_of`, each with the token ids of its answers."""
-    ids, at = message.numbers.tolist(), 0
-    for value in message.body["ended"]:
-        answers: list[tuple[int, ...]] = []
-        for answer in value["outputs"]:
-            answers.append(tuple(ids[at : at + answer[2]]))
+def ended_of(message: Message) -> Iterator[Ended]:
+    """The outputs of such a message."""
+    listed, numbers = message.body["ended"], message.numbers
+    bits, counts, ids = np.split(numbers, [6 * len(listed), 11 * len(listed)])
+    seconds = bits.astype("<i4", copy=False).view("<f8").reshape(-1, 3).tolist()
+    usages, tokens, at = counts.reshape(-1, 5).tolist(), ids.tolist(), 0
+    for (own_id, answers, *others), (queue, first_token, total), usage in zip(listed, seconds, usages, strict=True):
+        token_ids: list[tuple[int, ...]] = []
+        for answer in answers:
+            token_ids.append(tuple(tokens[at : at + answer[2]]))
             at += answer[2]
-        yield value, answers
+        timings = Timings(queue, None if math.isnan(first_token) else first_token, total)
+        yield Ended(own_id, answers, token_ids, Usage(*usage), timings, *others)
 
 
-def _output_as_json(output: RequestOutput) -> dict[str, Any]:
-    return {
-        "id": output.id,
-        "outputs": [
+def _output_as_json(output: RequestOutput) -> list[Any]:
+    return [
+        output.id,
+        [
             [o.index, o.text, len(o.token_ids), str(o.finish_reason), o.matched, _logprobs(o.logprobs), o.error]
             for o in output.outputs
         ],
-        "usage": _values(output.usage),
-        "timings": _values(output.timings),
-        "prompt_logprobs": _logprobs(output.prompt_logprobs),
-        "cause": None if output.cause is None else f"{type(output.cause).__name__}: {output.cause}",
-    }
+        _logprobs(output.prompt_logprobs),
+        None if output.cause is None else f"{type(output.cause).__name__}: {output.cause}",
+    ]
 
 
-def output_of(value: Mapping[str, Any], token_ids: Sequence[tuple[int, ...]], request: Request) -> RequestOutput:
-    """The output of a request, from a replica."""
-    answers = tuple(
+def output_of(ended: Ended, request: Request) -> RequestOutput:
+    """The output of a request."""
+    answers = [
         CompletionOutput(index, text, ids, FinishReason(reason), matched, _logprobs_of(logprobs), error)
         for ids, (index, text, _, reason, matched, logprobs, error) in zip(
-            token_ids, value["outputs"], strict=True
+            ended.token_ids, ended.answers, strict=True
         )
-    )
+    ]
     return RequestOutput(
         index=request.index,
         id=request.id,
-        outputs=answers,
-        usage=Usage(*value["usage"]),
-        timings=Timings(*value["timings"]),
+        outputs=tuple(answers),
+        usage=ended.usage,
+        timings=ended.timings,
         prompt_ids=request.prompt_ids,
-        prompt_logprobs=_logprobs_of(value["prompt_logprobs"]),
-        cause=None if value["cause"] is None else PassError(value["cause"]),
+        prompt_logprobs=_logprobs_of(ended.prompt_logprobs),
+        cause=None if ended.cause is None else PassError(ended.cause),
     )
 
 

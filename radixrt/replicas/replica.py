@@ -209,16 +209,16 @@ class Replica:
             if not self.is_ready:
                 self.link.send(requests_message([_trial()]))
         elif "ended" in body:
-            for value, token_ids in ended_of(message):
-                if value["id"] == TRIAL:
-                    if (failure := output_of(value, token_ids, _trial()).failure) is not None:
+            for ended in ended_of(message):
+                if ended.id == TRIAL:
+                    if (failure := output_of(ended, _trial()).failure) is not None:
                         return self._lose(f"it cannot answer: {failure}")
                     self.is_ready = True
                 # What is not there was ended already, or sent twice.
-                if (request := self._unfinished.pop(value["id"], None)) is not None:
-                    outputs.append(output_of(value, token_ids, request))
+                if (request := self._unfinished.pop(ended.id, None)) is not None:
+                    outputs.append(output_of(ended, request))
                     self._has_answered = True
-                self._waiting.pop(value["id"], None)
+                self._waiting.pop(ended.id, None)
             for request_id in body["begun"]:
                 self._waiting.pop(request_id, None)
             self._count(outputs)

@@ -101,7 +101,7 @@ def test_outputs(cause: PassError | None) -> None:
     )
     message = as_sent(ended_message([replace(output, outputs=output.outputs[:1]), output], {"begun": [7]}))
     assert message.body["begun"] == [7]
-    one, both = (output_of(value, ids, request) for value, ids in ended_of(message))
+    one, both = (output_of(ended, request) for ended in ended_of(message))
     assert one.outputs == output.outputs[:1]
     back = both
     assert [getattr(back, each.name) for each in fields(back) if each.name not in ("prompt_ids", "cause")] == [

@@ -10,7 +10,7 @@ import pytest
 
 from radixrt.output import RequestOutput
 from radixrt.replicas import worker
-from radixrt.replicas.messages import requests_message
+from radixrt.replicas.messages import ended_of, requests_message
 from radixrt.replicas.worker import serve
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
@@ -60,8 +60,8 @@ def served(monkeypatch: pytest.MonkeyPatch, *given: list[Message]) -> tuple[list
     made: list[Runtime] = []
     serve(channel, lambda options: made.append(runtime) or runtime)
     assert made == [runtime]
-    ended = [each for message in channel.sent for each in message.body.get("ended", ())]
-    return done, {each["id"]: each["outputs"][0][2] for each in ended}
+    ended = [each for message in channel.sent if "ended" in message.body for each in ended_of(message)]
+    return done, {each.id: len(each.token_ids[0]) for each in ended}
 
 
 def messages(sizes: Iterable[int]) -> list[Message]:
