@@ -413,7 +413,8 @@ class Runtime:
         """
         self._driver.check_open()
         request = self._builder.build(prompt, sampling_params, index=index, tenant=tenant, priority=priority)
-        return replace(request, reusable_len=keep, yields=yields)
+        is_plain = keep is None and not yields  # `replace` takes a while
+        return request if is_plain else replace(request, reusable_len=keep, yields=yields)
 
     def submit(self, *requests: Request, in_order: bool = False) -> None:
         """Queue requests of `prepare`, best all that are known; with `in_order` they are served in this order."""
