@@ -420,7 +420,7 @@ class Driver:
         """Deliver the output of a request if its answers have all ended."""
         request = first.request
         call = self._calls.get(request.id)
-        if call is None or not all(answer.finished for answer in first.family):
+        if call is None or not (first.finished and all(child.finished for child in first.children)):
             return
         cut: BaseException | None = None
         try:

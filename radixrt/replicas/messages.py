@@ -112,12 +112,12 @@ def ended_of(message: Message) -> Iterator[Ended]:
     bits, counts, ids = np.split(numbers, [6 * len(listed), 11 * len(listed)])
     seconds = bits.astype("<i4", copy=False).view("<f8").reshape(-1, 3).tolist()
     usages, tokens, at = counts.reshape(-1, 5).tolist(), ids.tolist(), 0
-    for (own_id, answers, *others), (queue, first_token, total), usage in zip(listed, seconds, usages, strict=True):
+    for (own_id, answers, *others), (queue, first, total), usage in zip(listed, seconds, usages, strict=True):
         token_ids: list[tuple[int, ...]] = []
         for answer in answers:
             token_ids.append(tuple(tokens[at : at + answer[2]]))
             at += answer[2]
-        timings = Timings(queue, None if math.isnan(first_token) else first_token, total)
+        timings = Timings(queue, None if math.isnan(first) else first, total)
         yield Ended(own_id, answers, token_ids, Usage(*usage), timings, *others)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -34,30 +35,47 @@ class SamplingTable:
         self._has_lists = np.zeros(size, dtype=bool)  # of its processors
         self._processors_end = np.zeros(size, dtype=np.int64)
         self._processors: dict[int, LogitsProcessors] = {}
+        self._admitted: dict[int, Answer] = {}  # by row, since the last pass
 
     def admit(self, row: int, answer: Answer) -> None:
-        """Fill a row; it may hold the parameters of an answer that was released."""
+        """Let a row be an answer's from the next pass on; it may hold the parameters of one that was released."""
+        self._admitted[row] = answer
+
+    def _fill(self) -> None:
+        """Write the rows of answers that were admitted since the last pass."""
+        rows = np.fromiter(self._admitted, np.int32, len(self._admitted))
+        values = zip(*(self._values(row, answer) for row, answer in self._admitted.items()), strict=True)
+        own = (self._num_top, self._wants_processed, self._has_form, self._processors_end, self._temperatures)
+        for column, of_rows in zip((*own, *self._columns.values()), values, strict=True):
+            column[rows] = of_rows
+        self._admitted.clear()
+
+    def _values(self, row: int, answer: Answer) -> tuple[Any, ...]:
+        """Of all columns."""
         request, params = answer.request, answer.request.params
-        # A greedy row has no use for filters, and must not make others go through them.
-        temperature = np.float32(params.temperature)
-        self._temperatures[row] = temperature
-        filters = (params.top_k, params.top_p, params.min_p) if temperature else (0, 1.0, 0.0)
-        values = (request.seed, answer.sample_index, *filters)
-        for column, value in zip(self._columns.values(), values, strict=True):
-            column[row] = value
-        self._num_top[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
-        self._wants_processed[row] = params.wants_processed_logprobs
-        self._has_form[row] = request.form is not None
         processors = LogitsProcessors.of(request)
-        self._processors_end[row] = 0 if processors is None else processors.end
         if processors is not None:
             self._processors[row] = processors
             self._has_lists[row] = processors.has_lists
+        # A greedy row has no use for filters, and must not make others go through them.
+        temperature = np.float32(params.temperature)
+        return (
+            NO_LOGPROBS if params.logprobs is None else params.logprobs,
+            params.wants_processed_logprobs,
+            request.form is not None,
+            0 if processors is None else processors.end,
+            temperature,
+            request.seed,
+            answer.sample_index,
+            *((params.top_k, params.top_p, params.min_p) if temperature else (0, 1.0, 0.0)),
+        )
 
     def prepare(
         self, answers: Sequence[Answer], rows_of_pass: Int32Array, seq_lens: Int32Array, num_samples: Int32Array
     ) -> SamplingInputs:
         """The draws of a pass of B `answers`, each of which samples `num_samples` `[B]` tokens."""
+        if self._admitted:
+            self._fill()
         logits_rows, rows, positions = np.arange(len(answers), dtype=np.int32), rows_of_pass, seq_lens
         samples = np.zeros_like(logits_rows)
         if np.count_nonzero(num_samples != 1):
