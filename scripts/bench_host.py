@@ -147,6 +147,7 @@ class HostRunner(ConstantRunner):
     first_parts: dict[str, float] = field(default_factory=dict)
     passes: int = 0
     steady: list[float] = field(default_factory=list)  # seconds from a pass to the next of the same decodes
+    ends: list[tuple[int, float]] = field(default_factory=list)  # where fewer decode and none begin: by how many
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     _rows: Int32Array | None = None
     _launched: float = 0.0
@@ -157,6 +158,8 @@ class HostRunner(ConstantRunner):
         rows, now = pass_.req_pool_indices, time.process_time()
         if rows is self._rows:
             self.steady.append(now - self._launched)
+        elif self._rows is not None and not pass_.num_extends and len(rows) < len(self._rows):
+            self.ends.append((len(self._rows) - len(rows), now - self._launched))
         self._rows, self._launched = rows, now
         if not self.passes:
             self.first_launch = time.process_time(), time.perf_counter()
@@ -202,6 +205,7 @@ class Run:
     total: float
     passes: int
     steady: float | None  # mean from a pass to the next of the same decodes; None: there are none
+    end: float | None  # of a request, where only ends change the passes; None: nowhere
     first_parts: dict[str, float]
     parts: dict[str, float]
 
@@ -233,12 +237,14 @@ def measure(
     assert runner.first_launch is not None
     first, first_wall = runner.first_launch
     parts = meter.seconds if by_part else {}
+    num_ended, ended_in = (sum(column) for column in zip((0, 0.0), *runner.ends, strict=True))
     return Run(
         first - began,
         first_wall - began_wall,
         total,
         runner.passes,
         fmean(runner.steady) if runner.steady else None,
+        ended_in / num_ended if num_ended else None,
         runner.first_parts,
         dict(parts),
     )
@@ -270,12 +276,14 @@ def main() -> None:
             ]
             total, passes = median(run.total for run in runs), runs[0].passes
             steady = min((run.steady for run in runs if run.steady is not None), default=None)
+            ends = [run.end for run in runs if run.end is not None]
             column = {
                 "total": f"{total:.3f}",
                 "passes": f"{passes}",
                 "ms a request": f"{1000 * total / len(prompts):.3f}",
                 "ms a pass": f"{1000 * total / passes:.3f}",
                 "ms a pass of the same decodes": "-" if steady is None else f"{1000 * steady:.3f}",
+                "us an ended request, where none begin": f"{1e6 * median(ends):.1f}" if ends else "-",
                 "ms to the first pass": f"{1000 * median(run.first for run in runs):.1f}",
                 "the same by the clock, least": f"{1000 * min(run.first_wall for run in runs):.1f}",
             }
