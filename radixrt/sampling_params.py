@@ -79,8 +79,8 @@ def by_field(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checks_what_is_given(cls: type[T]) -> type[T]:
-    """Decorates a class whose `__init__` takes fields as keywords: it takes their other names, too, and checks what
-    is given. Defaults are set all at once: lists have parameters of each prompt's own.
+    """Decorates a class whose `__init__` takes fields as keywords: it takes their other names, too, and checks
+    what is given. Defaults are set all at once: lists may have parameters for each prompt.
     """
     init = cls.__init__
 

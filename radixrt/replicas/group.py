@@ -6,7 +6,7 @@ import itertools
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
@@ -28,12 +28,12 @@ from radixrt.config import RuntimeConfig
 from radixrt.errors import DeviceLostError, PassError, RadixrtError, ReplicaLostError
 from radixrt.frontend.request_builder import OnError, Params, Prompt, builder_without_weights, listed_prompts
 from radixrt.limits import HANG_SECONDS, RunLimits
+from radixrt.listed import listed_requests, store_of
 from radixrt.output import RequestOutput
 from radixrt.planning.batch_plan import BatchPlan, plan_batch
 from radixrt.planning.cards import CARDS, shape_of
 from radixrt.planning.shards import Pieces, pieces_of, shards
 from radixrt.replicas.links import Links, Processes, placements
-from radixrt.replicas.listed import Listed, listed_requests
 from radixrt.replicas.replica import Replica, ReplicaFigures
 from radixrt.schedule.activity import Activity
 from radixrt.schedule.request import Request
@@ -152,15 +152,17 @@ class ReplicaGroup:
             raise RadixrtError("a group answers one call at a time, and another one is not over")
         listed, _ = listed_prompts(prompts)
         call = next(self._calls)
-        outputs, found = listed_requests(self._builder, listed, sampling_params, on_error, call)
+        outputs, requests = listed_requests(
+            self._builder, listed, sampling_params, True, None, None, on_error, call=call
+        )
         work: _Work | None = None
         self._is_open = True
         try:
             yield from outputs
-            if not found.requests:
+            if not requests:
                 return
-            work = _Work(self, found)
-            with tqdm(total=len(found.requests), unit=" requests", disable=not progress, file=sys.stderr) as bar:
+            work = _Work(self, requests)
+            with tqdm(total=len(requests), unit=" requests", disable=not progress, file=sys.stderr) as bar:
                 while not work.is_done:
                     for output in work.step():
                         if output.cause is not None and on_error == "raise":
@@ -341,9 +343,9 @@ class ReplicaGroup:
 class _Work:
     """The requests of a call, and where they run."""
 
-    def __init__(self, group: ReplicaGroup, listed: Listed) -> None:
-        plan = plan_batch(listed.store, listed.demands)
-        self._group, self._requests = group, listed.requests
+    def __init__(self, group: ReplicaGroup, requests: Sequence[Request]) -> None:
+        plan = plan_batch(*store_of(requests))
+        self._group, self._requests = group, requests
         self._pieces = group.pieces(plan)
         self._which = plan.run.order[self._pieces.places].tolist()  # the request of each piece
         self._has_parts = bool(self._pieces.is_part.any())

@@ -14,9 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from radixrt.errors import DeviceLostError, ParameterError, PassError, PromptError, RadixrtError
+from radixrt.listed import demands_of
 from radixrt.output import RequestOutput
 from radixrt.replicas.group import ReplicaGroup
-from radixrt.replicas.listed import demands_of
 from radixrt.replicas.replica import MAX_RESTARTS, Replica
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
