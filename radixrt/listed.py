@@ -29,6 +29,7 @@ from radixrt.schedule.request import LateRequests, Request
 
 COPIED_AT_ONCE = 1 << 20  # tokens, by a thread: fewer take less time than to start one
 MOST_THREADS = 8
+_INT32 = np.dtype(np.int32)
 
 
 FEWEST = 64  # prompts: requests for fewer are made at once
@@ -118,22 +119,27 @@ def _all_sound(
 def _kinds(builder: RequestBuilder, params: Sequence[Params]) -> tuple[list[SamplingParams], Int64Array]:
     """Distinct parameters, and which of them each prompt has, `[N]`."""
     kinds: list[SamplingParams] = []
+    which: list[int] = []
     by_identity: dict[int, int] = {}  # of what was given
     by_value: dict[SamplingParams, int] = {}
+    before, last = -1, dict[str, object]()  # the latest: to compare with it is faster than a hash
     for given in params:
-        if id(given) not in by_identity:
+        place = by_identity.get(id(given))
+        if place is None:
             own = read_params(given, builder.defaults)
-            is_last = bool(kinds) and vars(own) == vars(kinds[-1])  # faster than a hash
-            place = len(kinds) - 1 if is_last else by_value.setdefault(own, len(kinds))
-            if place == len(kinds):
-                kinds.append(own)
-            by_identity[id(given)] = place
-    return kinds, np.array([by_identity[id(given)] for given in params], np.int64)
+            place = before
+            if vars(own) != last:
+                place, last = by_value.setdefault(own, len(kinds)), vars(own)
+                if place == len(kinds):
+                    kinds.append(own)
+            before = by_identity[id(given)] = place
+        which.append(place)
+    return kinds, np.array(which, np.int64)
 
 
 def _is_plain(prompt: object) -> TypeGuard[Int32Array]:
     """Whether a prompt is token ids as they are kept."""
-    return isinstance(prompt, np.ndarray) and prompt.dtype == np.int32 and prompt.ndim == 1 and len(prompt) > 0
+    return isinstance(prompt, np.ndarray) and prompt.dtype == _INT32 and prompt.ndim == 1 and len(prompt) > 0
 
 
 def _joined(ids: Sequence[Int32Array], offsets: Int64Array) -> tuple[Int32Array, int]:
