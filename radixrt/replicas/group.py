@@ -25,6 +25,7 @@ from radixrt.builtin import MODEL_PATH
 from radixrt.cache.prefix_cache import CacheStats
 from radixrt.checks import check_float, check_int
 from radixrt.config import RuntimeConfig
+from radixrt.engine.gc_control import old_objects_left_alone
 from radixrt.errors import DeviceLostError, PassError, RadixrtError, ReplicaLostError
 from radixrt.frontend.request_builder import OnError, Params, Prompt, builder_without_weights, listed_prompts
 from radixrt.limits import HANG_SECONDS, RunLimits
@@ -152,27 +153,28 @@ class ReplicaGroup:
             raise RadixrtError("a group answers one call at a time, and another one is not over")
         listed, _ = listed_prompts(prompts)
         call = next(self._calls)
-        outputs, requests = listed_requests(
-            self._builder, listed, sampling_params, True, None, None, on_error, call=call
-        )
-        work: _Work | None = None
-        self._is_open = True
-        try:
-            yield from outputs
-            if not requests:
-                return
-            work = _Work(self, requests)
-            with tqdm(total=len(requests), unit=" requests", disable=not progress, file=sys.stderr) as bar:
-                while not work.is_done:
-                    for output in work.step():
-                        if output.cause is not None and on_error == "raise":
-                            raise PassError(f"prompt {output.index}: {output.error}") from output.cause
-                        bar.update()
-                        yield output
-        finally:
-            self._is_open = False
-            for each in self.lanes:
-                each.abort(*(() if work is None else work.running))
+        with old_objects_left_alone():
+            outputs, requests = listed_requests(
+                self._builder, listed, sampling_params, True, None, None, on_error, call=call
+            )
+            work: _Work | None = None
+            self._is_open = True
+            try:
+                yield from outputs
+                if not requests:
+                    return
+                work = _Work(self, requests)
+                with tqdm(total=len(requests), unit=" requests", disable=not progress, file=sys.stderr) as bar:
+                    while not work.is_done:
+                        for output in work.step():
+                            if output.cause is not None and on_error == "raise":
+                                raise PassError(f"prompt {output.index}: {output.error}") from output.cause
+                            bar.update()
+                            yield output
+            finally:
+                self._is_open = False
+                for each in self.lanes:
+                    each.abort(*(() if work is None else work.running))
 
     def run_batch(
         self, input_path: str | Path, output_path: str | Path, **options: Unpack[BatchOptions]

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
+from radixrt.engine.gc_control import old_objects_left_alone
 from radixrt.errors import DeviceLostError, RadixrtError
 from radixrt.output import RequestOutput
 from radixrt.replicas.messages import ended_message, requests_of, state_as_json
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from radixrt.runtime import Runtime
     from radixrt.schedule.request import Request
 
-MADE_AT_ONCE = 512  # requests, between two passes: more than one begins
+MADE_BEFORE = 512  # they begin: about as many requests as a pass can begin, since the device may wait meanwhile
 BEAT = 0.2  # seconds, at most, between two messages while passes run
 
 
@@ -39,6 +40,11 @@ class Server:
         self._begun: list[int | str] = []  # ids of those that have begun since the last message
         self._ended: list[RequestOutput] = []
         self._told = 0.0  # when the last message was made
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not begun."""
+        return len(self._waiting)
 
     @property
     def has_work(self) -> bool:
@@ -111,21 +117,20 @@ def serve(channel: Channel, make: Callable[[dict[str, Any]], Runtime] = _runtime
     except RadixrtError as error:
         channel.send(Message({"refused": error_as_json(error)}))
         return
-    with runtime:
+    with runtime, old_objects_left_alone():
         server, told = Server(runtime), deque(messages[1:])
         channel.send(server.ready())
         try:
             while True:
                 told += channel.receive()
                 # Where the device has nothing to do, others are made once it computes the first ones.
-                left = MADE_AT_ONCE if server.has_work else 1
+                enough = MADE_BEFORE if server.has_work else 1
                 while told:
-                    message = told.popleft()
-                    left -= len(message.body.get("run", ()))
-                    if (answer := server.handle(message)) is not None:
-                        channel.send(answer)
-                    if left <= 0 and server.has_work and all("run" in other.body for other in told):
+                    has_enough = server.has_work and server.num_waiting >= enough
+                    if has_enough and all("run" in other.body for other in told):
                         break
+                    if (answer := server.handle(told.popleft())) is not None:
+                        channel.send(answer)
                 if channel.is_closed:
                     return
                 if not (told or server.has_work):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Sequence
 from contextlib import suppress
@@ -386,9 +387,11 @@ def test_a_call_is_open_from_its_first_output_on() -> None:
     with group_of(LocalLinks(simulated_runtime), 2) as group:
         calls = group.generate_iter([[], *tree(5)], PARAMS, on_error="return")
         assert next(calls).index == 0
+        assert gc.get_freeze_count() > 0, "no full collection while replicas compute"
         with pytest.raises(RadixrtError, match="one call at a time"):
             group.generate(tree(3), PARAMS)
         assert len(list(calls)) == 5
+        assert gc.get_freeze_count() == 0
         assert len(group.generate(tree(3), PARAMS)) == 3
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from radixrt.output import RequestOutput
 from radixrt.replicas import worker
 from radixrt.replicas.messages import requests_message
-from radixrt.replicas.worker import serve
+from radixrt.replicas.worker import Server, serve
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.request import Request
@@ -72,11 +73,13 @@ def messages(sizes: Iterable[int]) -> list[Message]:
 
 
 def test_the_device_gets_work_before_all_requests_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One message where it has none, and then so many requests that no pass wants more."""
-    monkeypatch.setattr(worker, "MADE_AT_ONCE", 5)
+    """One message where it has none, and then so many requests that no pass wants more: the next ones when some of
+    these have begun, which first wait for what the pass in flight computes.
+    """
+    monkeypatch.setattr(worker, "MADE_BEFORE", 5)
     first, *others = messages([2, 3, 2, 4, 1])
     done, tokens = served(monkeypatch, [Message({"config": {}})], [first, *others[:3]], others[3:])
-    assert done[:7] == ["submit 2", "step", "submit 3", "submit 2", "step", "submit 4", "submit 1"]
+    assert done[:8] == ["submit 2", "step", "submit 3", "submit 2", "step", "step", "submit 4", "submit 1"]
     assert list(tokens.values()) == [3] * 12
 
 
@@ -93,3 +96,19 @@ def test_messages_behind_the_first_one_count(monkeypatch: pytest.MonkeyPatch) ->
     done, tokens = served(monkeypatch, [Message({"config": {}}), *messages([2])])
     assert done[:2] == ["submit 2", "step"]
     assert len(tokens) == 2
+
+
+def test_no_full_collection_while_requests_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would walk over all objects of torch and transformers while the device waits."""
+    frozen: list[bool] = []
+    step = Server.step
+
+    def stepped(self: Server) -> Message | None:
+        frozen.append(gc.get_freeze_count() > 0)
+        return step(self)
+
+    monkeypatch.setattr(Server, "step", stepped)
+    served(monkeypatch, [Message({"config": {}}), *messages([2])])
+    assert frozen
+    assert all(frozen)
+    assert gc.get_freeze_count() == 0
