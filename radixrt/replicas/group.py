@@ -289,10 +289,11 @@ class ReplicaGroup:
         self._check_open()
         for lane in self.lanes:
             lane.begin_list()
-        dispatch = Dispatch(shards(pieces, len(self.lanes)))
+        own, progress = shards(pieces, len(self.lanes)), lambda replica: self.lanes[replica].progress
+        dispatch = Dispatch(own, progress=progress, clock=self._clock)
         answers = float(pieces.num_answers.mean()) if len(pieces) else 1.0  # of a piece
         first = max(1, int(self.limits.max_running_requests / answers))
-        return Handout(dispatch, self.lanes, first, self._clock, answers)
+        return Handout(dispatch, self.lanes, first, answers)
 
     def close(self) -> None:
         """End all replicas; again: nothing."""
