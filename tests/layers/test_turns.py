@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -62,27 +65,18 @@ def test_a_failure_of_one_ends_the_other(name: str, fails_at: int) -> None:
     turns.computed(half(turns, "a", 1, done), half(turns, "b", 1, done))
 
 
-def test_an_interrupt_of_one_that_waits_ends_the_other() -> None:
-    """As Ctrl-C does, which comes to the first half's thread."""
-    turns, done, waits = Turns(CPU), list[str](), threading.Event()
-
-    def first() -> None:
-        with turns.summing():
-            pass
+def test_an_interrupt_of_the_half_that_waits_ends_the_other() -> None:
+    """Ctrl-C comes to the thread that began both."""
+    turns, done = Turns(CPU), list[str]()
 
     def second() -> None:
-        waits.set()
-        threading.Event().wait(0.05)
-        with turns.summing():
-            done.append("sum")
-        done.append("more")
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        time.sleep(0.2)  # until it has come
+        half(turns, "b", 2, done)()
 
-    wait = threading.Lock.acquire if hasattr(threading.Lock, "acquire") else None
-    del wait
-    baton = None
-    del baton
-    turns.computed(first, second)
-    assert done == ["sum", "more"]
+    with pytest.raises(KeyboardInterrupt):
+        turns.computed(half(turns, "a", 2, done), second)
+    assert done == ["a0", "sum a0", "b0", "sum b0"]
 
 
 def test_sums_are_those_of_the_group_and_of_the_same_halves_on_all_ranks() -> None:
@@ -113,3 +107,73 @@ class _Refusing:
         raise AssertionError("of halves the group sums all")
 
     takes_rows = takes
+
+
+# --- streams, as if there were a GPU ---
+
+
+class Stream:
+    """Notes what each operation comes after."""
+
+    def __init__(self, device: object = None, priority: int = 0) -> None:
+        del device, priority
+        self.device, self.before = CPU, frozenset[str]()
+
+    def launch(self, name: str, after: dict[str, frozenset[str]]) -> None:
+        after[name] = self.before
+        self.before |= {name}
+
+    def wait_stream(self, other: Stream) -> None:
+        self.before |= other.before
+
+    def record_event(self) -> frozenset[str]:
+        return self.before
+
+    def wait_event(self, event: frozenset[str]) -> None:
+        self.before |= event
+
+
+class Cuda(threading.local):
+    """The current stream, of each thread: the default one at first."""
+
+    default = Stream()
+
+    def __init__(self) -> None:
+        self.current = self.default
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_sum_is_made_beside_what_the_other_half_computes(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sum follows what it adds, and the sums before; what comes next in its half follows the sum."""
+    cuda, after = Cuda(), dict[str, frozenset[str]]()
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: cuda.current)
+    monkeypatch.setattr(torch.cuda, "stream", cuda.stream)
+    turns, own = Turns(torch.device("cuda")), Stream()
+
+    def half(name: str, fails: bool = False) -> Callable[[], None]:
+        def compute() -> None:
+            for nth in range(4):
+                cuda.current.launch(f"{name}{nth}", after)
+                with turns.summing():
+                    cuda.current.launch(f"sum {name}{nth}", after)
+                if fails and nth == 2:
+                    raise ValueError(name)
+
+        return compute
+
+    with cuda.stream(own), pytest.raises(ValueError, match="b") if fails else nullcontext():
+        turns.computed(half("a"), half("b", fails))
+    computed = [f"{name}{nth}" for nth in range(4) for name in "ab"][: 7 if fails else 8]
+    sums = [f"sum {name}" for name in computed]
+    assert own.before == {*sums, *computed}  # all that follows on this stream comes after all of it
+    assert not cuda.default.before
+    for nth, name in enumerate(computed):
+        assert after[name] == {*computed[:nth], *sums[: max(0, nth - 1)]}  # but not after the other half's last one
+        assert after[f"sum {name}"] == {*computed[: nth + 1], *sums[:nth]}
