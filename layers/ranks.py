@@ -48,7 +48,7 @@ class Ranks:
 
     def addend(self, part: Tensor) -> Addend:
         """`summed`, or what `RMSNorm.add` takes where it sums in its own kernel."""
-        if not self.is_alone and not self._in_halves and self.peers is not None and self.peers.takes_rows(part):
+        if self.peers is not None and not self.is_alone and not self._turns and self.peers.takes_rows(part):
             return RankPart(part, self.peers)
         return self.summed(part)
 
@@ -56,9 +56,8 @@ class Ranks:
         """The sum of all ranks' parts, of the same bits on each, in the place of `part`, which is contiguous."""
         if self.is_alone:
             return part
-        if self._in_halves:
-            assert self.turns is not None
-            with self.turns.summing():
+        if turns := self._turns:
+            with turns.summing():
                 _wait(self.group.allreduce([part], _SUM))
             return part
         if self.peers is not None and self.peers.takes(part):
@@ -71,11 +70,6 @@ class Ranks:
             total += each
         return part.copy_(total)
 
-    @property
-    def _in_halves(self) -> bool:
-        """Whether halves of a pass are computed now."""
-        return self.turns is not None and self.turns.are_taken
-
     def joined(self, part: Tensor, out: Tensor | None = None) -> Tensor:
         """The ranks' parts `[S, N]` side by side, `[S, size * N]`: `out`, if it is given."""
         if self.is_alone:
@@ -85,6 +79,11 @@ class Ranks:
             out = part.new_empty(num_rows, self.size * width)
         out.view(num_rows, self.size, width).copy_(self._gathered(part).transpose(0, 1))
         return out
+
+    @property
+    def _turns(self) -> Turns | None:
+        """Those that are taken now."""
+        return self.turns if self.turns is not None and self.turns.are_taken else None
 
     def _gathered(self, part: Tensor) -> Tensor:
         """`[size, ...]`, all ranks' parts."""

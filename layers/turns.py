@@ -71,8 +71,8 @@ class Turns:
 
     @contextmanager
     def summing(self) -> Iterator[None]:
-        """What is launched inside is a sum of the half whose turn it is. It is made when that half goes on after it,
-        and the other one has had its turn.
+        """What is launched inside is a sum of the half whose turn it is. After that the other half has had its
+        turn, and what this one launches comes after the sum.
         """
         assert self._baton is not None
         if self._stream is None:

@@ -52,8 +52,8 @@ class PackedPass:
     # `last_tokens` and `logits_indices`.
     inputs: Layout
     plans: PassPlans[Int32Array]  # on the host
-    num_extends: int  # rows with any number of tokens, with padding
-    # Of a pass that is computed in two, whose inputs are these; its own are `last_tokens` and `logits_indices`.
+    num_extends: int  # rows that may have several tokens, with padding
+    # Of a pass that is cut, which has no inputs and plans but these, and `last_tokens` and `logits_indices`.
     halves: tuple[PackedPass, ...] = ()
     extras: Layout = _NOTHING  # where all others lie, after the inputs: changes of rows, draws, scored tokens
 
@@ -199,7 +199,8 @@ class PassBuilder:
         return PackedPass(None, words, layout, plans, pass_.num_extends)
 
     def _in_halves(self, pass_: Pass) -> PackedPass:
-        words, halves = np.zeros(0, np.int32), []
+        """A pass that is cut."""
+        words, halves = np.zeros(0, np.int32), list[PackedPass]()
         for half in halves_of(pass_):
             host = InputMetadata.host_arrays(
                 half.req_pool_indices, half.seq_lens, half.prefix_lens, half.out_cache_loc

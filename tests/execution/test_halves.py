@@ -1,4 +1,4 @@
-"""Passes cut in two: together the halves compute what the pass does, and the first one reads nothing of the second."""
+"""Passes cut in two: together the halves compute what the pass does, and the first reads nothing of the second."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_halves_compute_what_the_pass_does(seed: int, borrows: bool, states: boo
     if not cut:
         return
     first, second = halves_of(replace(pass_, cut=cut))
-    assert [*world.tokens(first)] + [*world.tokens(second)] == expected
+    assert [*world.tokens(first), *world.tokens(second)] == expected
     for part in (first, second):
         new = part.seq_lens - part.prefix_lens
         assert (new > 0).all()

@@ -175,5 +175,5 @@ def test_a_sum_is_made_beside_what_the_other_half_computes(fails: bool, monkeypa
     assert own.before == {*sums, *computed}  # all that follows on this stream comes after all of it
     assert not cuda.default.before
     for nth, name in enumerate(computed):
-        assert after[name] == {*computed[:nth], *sums[: max(0, nth - 1)]}  # but not after the other half's last one
+        assert after[name] == {*computed[:nth], *sums[: max(0, nth - 1)]}  # not the other half's last sum
         assert after[f"sum {name}"] == {*computed[: nth + 1], *sums[:nth]}

@@ -145,9 +145,9 @@ LLAMA = {"hidden_size": 1024, "num_attention_heads": 8, "num_hidden_layers": 8, 
 
 @pytest.mark.parametrize("name", ["llama", *HYBRIDS])
 def test_sums_beside_products(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes in two halves, whose sums are made on a stream of their own, again and again: log-probabilities of the
-    tokens of long prompts, in float32, are those of passes that the same ranks compute at once. Experts may change
-    where two are all but equal.
+    """Passes in two halves, whose sums are made on a stream of their own, again and again: log-probabilities of
+    the tokens of long prompts, in float32, are those of passes that the same ranks compute at once. Experts may
+    change where two are all but equal.
     """
     make = {"llama": partial(checkpoints.llama, **LLAMA), **HYBRIDS}[name]
     rng, found = np.random.default_rng(0), list[np.ndarray]()
