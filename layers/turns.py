@@ -1,7 +1,5 @@
 """Two halves of a pass, computed in turn, so that sums over ranks of one are made while the other is computed."""
 
-# Tests: tests/layers/test_turns.py, tests/ranks/test_halves.py
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

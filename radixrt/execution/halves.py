@@ -1,7 +1,5 @@
 """Passes that ranks compute in two halves: where they are cut, and what each half is."""
 
-# Tests: tests/execution/test_halves.py, tests/ranks/test_halves.py
-
 from __future__ import annotations
 
 from dataclasses import replace
