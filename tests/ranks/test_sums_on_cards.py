@@ -30,8 +30,8 @@ def told(rows: QuantisedRows, total: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def check_sums(rank: int, port: int, size: int) -> None:
-    """Of shapes at random, launched one after the other, in one shot and in two, with and without the norm, quantised
-    or not: all to the bit.
+    """Of shapes at random, launched one after the other, in one shot and in two, without the norm, with it and
+    quantised: all to the bit.
     """
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
