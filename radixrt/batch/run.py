@@ -23,6 +23,7 @@ from radixrt.batch.retry import Retries
 from radixrt.batch.scan import Scan, SoundLine
 from radixrt.batch.suspects import killed
 from radixrt.batch.tally import Tally
+from radixrt.engine.gc_control import old_objects_left_alone
 from radixrt.engine.signals import Interrupt
 from radixrt.errors import ParameterError, PromptError, ReplicaLostError, SchedulerError
 from radixrt.limits import RunLimits
@@ -291,9 +292,8 @@ class BatchRun(Generic[R]):
         """
         records, meter = self._records, self._meter
         records.refuse_bad_lines()
-        with progress_bar(
-            "answering", " requests", len(self._scan), self._options.progress, done=records.written
-        ) as bar:
+        told = "answering", " requests", len(self._scan), self._options.progress
+        with old_objects_left_alone(), progress_bar(*told, done=records.written) as bar:
             too_long = self._lines.too_long
             meter.begin(records.written)
             try:

@@ -152,29 +152,37 @@ class ReplicaGroup:
         if self._is_open:
             raise RadixrtError("a group answers one call at a time, and another one is not over")
         listed, _ = listed_prompts(prompts)
-        call = next(self._calls)
         with old_objects_left_alone():
-            outputs, requests = listed_requests(
-                self._builder, listed, sampling_params, True, None, None, on_error, call=call
-            )
-            work: _Work | None = None
-            self._is_open = True
-            try:
-                yield from outputs
-                if not requests:
-                    return
-                work = _Work(self, requests)
-                with tqdm(total=len(requests), unit=" requests", disable=not progress, file=sys.stderr) as bar:
-                    while not work.is_done:
-                        for output in work.step():
-                            if output.cause is not None and on_error == "raise":
-                                raise PassError(f"prompt {output.index}: {output.error}") from output.cause
-                            bar.update()
-                            yield output
-            finally:
-                self._is_open = False
-                for each in self.lanes:
-                    each.abort(*(() if work is None else work.running))
+            yield from self._answers(listed, sampling_params, on_error, progress)
+
+    def _answers(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Params | Iterable[Params],
+        on_error: OnError,
+        progress: bool,
+    ) -> Iterator[RequestOutput]:
+        outputs, requests = listed_requests(
+            self._builder, prompts, sampling_params, True, None, None, on_error, call=next(self._calls)
+        )
+        work: _Work | None = None
+        self._is_open = True
+        try:
+            yield from outputs
+            if not requests:
+                return
+            work = _Work(self, requests)
+            with tqdm(total=len(requests), unit=" requests", disable=not progress, file=sys.stderr) as bar:
+                while not work.is_done:
+                    for output in work.step():
+                        if output.cause is not None and on_error == "raise":
+                            raise PassError(f"prompt {output.index}: {output.error}") from output.cause
+                        bar.update()
+                        yield output
+        finally:
+            self._is_open = False
+            for each in self.lanes:
+                each.abort(*(() if work is None else work.running))
 
     def run_batch(
         self, input_path: str | Path, output_path: str | Path, **options: Unpack[BatchOptions]
@@ -283,10 +291,11 @@ class ReplicaGroup:
         self._check_open()
         for lane in self.lanes:
             lane.begin_list()
-        dispatch = Dispatch(shards(pieces, len(self.lanes)))
+        own, progress = shards(pieces, len(self.lanes)), lambda replica: self.lanes[replica].progress
+        dispatch = Dispatch(own, progress=progress, clock=self._clock)
         answers = float(pieces.num_answers.mean()) if len(pieces) else 1.0  # of a piece
         first = max(1, int(self.limits.max_running_requests / answers))
-        return Handout(dispatch, self.lanes, first, self._clock, answers)
+        return Handout(dispatch, self.lanes, first, answers)
 
     def close(self) -> None:
         """End all replicas; again: nothing."""

@@ -117,28 +117,36 @@ def serve(channel: Channel, make: Callable[[dict[str, Any]], Runtime] = _runtime
     except RadixrtError as error:
         channel.send(Message({"refused": error_as_json(error)}))
         return
-    with runtime, old_objects_left_alone():
+    with runtime:
         server, told = Server(runtime), deque(messages[1:])
         channel.send(server.ready())
         try:
             while True:
-                told += channel.receive()
-                # Where the device has nothing to do, others are made once it computes the first ones.
-                enough = MADE_BEFORE if server.has_work else 1
-                while told:
-                    has_enough = server.has_work and server.num_waiting >= enough
-                    if has_enough and all("run" in other.body for other in told):
-                        break
-                    if (answer := server.handle(told.popleft())) is not None:
-                        channel.send(answer)
+                with old_objects_left_alone():
+                    _run_all(channel, server, told)
                 if channel.is_closed:
                     return
-                if not (told or server.has_work):
-                    channel.wait()
-                elif (news := server.step()) is not None:
-                    channel.send(news)
+                channel.wait()
         except DeviceLostError as error:
             channel.send(Message({"lost": str(error)}))
+
+
+def _run_all(channel: Channel, server: Server, told: deque[Message]) -> None:
+    """Answer messages and run passes until there are none, or the group has closed its end."""
+    while True:
+        told += channel.receive()
+        # Where the device has nothing to do, others are made once it computes the first ones.
+        enough = MADE_BEFORE if server.has_work else 1
+        while told:
+            has_enough = server.has_work and server.num_waiting >= enough
+            if has_enough and all("run" in other.body for other in told):
+                break
+            if (answer := server.handle(told.popleft())) is not None:
+                channel.send(answer)
+        if channel.is_closed or not (told or server.has_work):
+            return
+        if (news := server.step()) is not None:
+            channel.send(news)
 
 
 def main(make: Callable[[dict[str, Any]], Runtime] = _runtime) -> None:

@@ -256,7 +256,7 @@ class Scheduler:
         is_known = prefix_lens < table.known_lens.take(rows)
         if is_known.any():
             input_ids = np.where(is_known, table.tokens[rows, prefix_lens], input_ids)
-        columns = {
+        columns: dict[str, Any] = {
             "req_pool_indices": rows,
             "prefix_lens": prefix_lens,
             "seq_lens": seq_lens,

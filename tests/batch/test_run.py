@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import random
@@ -73,6 +74,18 @@ def has(*indices: int) -> Any:
 
 def failing(when: Any) -> Any:
     return lambda booking: RuntimeError("out of something") if when(booking) else None
+
+
+def test_old_objects_are_left_alone_until_all_is_answered(files: tuple[Path, Path]) -> None:
+    """A full collection would take as long as many a pass."""
+    frozen: list[bool] = []
+    runtime = simulated_runtime()
+    runtime.hooks.launch_fault = lambda booking: frozen.append(gc.get_freeze_count() > 0)
+    run_batch(runtime, *files)
+    assert len(frozen) > 3
+    assert all(frozen)
+    assert gc.get_freeze_count() == 0
+    check_answers(files[1])
 
 
 # -- passes that fail --------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 from radixrt.output import RequestOutput
 from radixrt.replicas import worker
 from radixrt.replicas.messages import requests_message
-from radixrt.replicas.worker import Server, serve
+from radixrt.replicas.worker import serve
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.request import Request
@@ -98,17 +98,21 @@ def test_messages_behind_the_first_one_count(monkeypatch: pytest.MonkeyPatch) ->
     assert len(tokens) == 2
 
 
-def test_no_full_collection_while_requests_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would walk over all objects of torch and transformers while the device waits."""
+def test_old_objects_are_left_alone_while_there_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
     frozen: list[bool] = []
-    step = Server.step
+    step, wait = worker.Server.step, GivenChannel.wait
 
-    def stepped(self: Server) -> Message | None:
+    def stepped(server: worker.Server) -> Message | None:
         frozen.append(gc.get_freeze_count() > 0)
-        return step(self)
+        return step(server)
 
-    monkeypatch.setattr(Server, "step", stepped)
-    served(monkeypatch, [Message({"config": {}}), *messages([2])])
-    assert frozen
-    assert all(frozen)
-    assert gc.get_freeze_count() == 0
+    def waited(channel: GivenChannel) -> None:
+        frozen.append(gc.get_freeze_count() > 0)
+        wait(channel)
+
+    monkeypatch.setattr(worker.Server, "step", stepped)
+    monkeypatch.setattr(GivenChannel, "wait", waited)
+    served(monkeypatch, [Message({"config": {}})], [], messages([2]))
+    assert frozen[0] is frozen[-1] is False
+    assert len(frozen) > 3
+    assert all(frozen[1:-1])
