@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 from layers.placement import Layer, Placement
 from layers.products import Product
 from layers.ranks import Addend, RankPart, whole
-from triton_ops.activations.quantised_rows import QuantisedRows
+from triton_ops.activations.quantised_rows import BLOCK, QuantisedRows
 from triton_ops.implementation import cdiv
 from triton_ops.norms.rms_norm import add_rms_norm, normed_by, quantised_rms_norm, rms_norm, rms_norm_add
 from triton_ops.recurrent.gated_rms_norm import gated_rms_norm, gated_squares
@@ -47,6 +47,9 @@ class RMSNorm(Layer):
         """`add`, or without a residual `forward` and x, for a layer that quantises its input: see
         `Linear.input_groups`.
         """
+        fits = self.accepts_split_k and not (groups and len(self.weight) < BLOCK)
+        if fits and isinstance(x, RankPart) and residual is not None:
+            return x.peers.quantised_rms_norm(x.part, residual, self.weight, self.eps, groups=groups)
         args = whole(x), residual, self.weight, self.eps
         return quantised_rms_norm(*args, groups=groups, offset=self.offset, impl=self.impl)
 

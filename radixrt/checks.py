@@ -28,6 +28,8 @@ def check_int(name: str, value: object, low: int, high: int) -> int:
 
 def check_float(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
     """`value` as a float, low <= value <= high, or low < value with `above`. Raises ParameterError."""
+    if type(value) is float and low < value <= high:  # before others, as in `check_int`
+        return value
     try:
         number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     except OverflowError:  # a whole number beyond all floats

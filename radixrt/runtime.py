@@ -39,6 +39,7 @@ from radixrt.frontend.request_builder import (
     is_token_ids,
     listed_prompts,
 )
+from radixrt.listed import Listed, listed_requests
 from radixrt.output import RequestOutput, ScoreOutput, StreamChunk
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.activity import Activity
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from radixrt.cache.radix_tree import RadixTree
     from radixrt.report.batch_report import BatchReport
 
-_Built = tuple[list[RequestOutput], list[Request]]  # of prompts that cannot run, and for those that can
+_Built = tuple[list[RequestOutput], Sequence[Request]]  # of prompts that cannot run, and for those that can
 _Init = Callable[["Runtime", RuntimeConfig], None]
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -209,9 +210,7 @@ class Runtime:
             DeviceLostError: a pass failed, and the device works no more: go on in a new process.
         """
         listed, many = listed_prompts(prompts)
-        built = self._numbered(
-            self._builder.build_all, listed, sampling_params, many, tenant, request_ids, on_error, priority
-        )
+        built = self._numbered(self._late, listed, sampling_params, many, tenant, request_ids, on_error, priority)
         outputs = sorted(self._iterate(built, on_error, progress), key=attrgetter("index"))
         return outputs if many else outputs[0]
 
@@ -228,9 +227,7 @@ class Runtime:
     ) -> Iterator[RequestOutput]:
         """`generate` for a list: yields each output once it is complete. Leaving the loop early ends the rest."""
         listed, _ = listed_prompts(prompts)
-        built = self._numbered(
-            self._builder.build_all, listed, sampling_params, True, tenant, request_ids, on_error, priority
-        )
+        built = self._numbered(self._late, listed, sampling_params, True, tenant, request_ids, on_error, priority)
         yield from self._iterate(built, on_error, progress)
 
     def stream(
@@ -267,9 +264,7 @@ class Runtime:
     ) -> RequestOutput | list[RequestOutput]:
         """`generate` for asyncio: the work is done in other threads. Calls run together; a cancelled one ends."""
         listed, many = listed_prompts(prompts)
-        built = self._numbered(
-            self._builder.build_all, listed, sampling_params, many, tenant, request_ids, on_error, priority
-        )
+        built = self._numbered(self._late, listed, sampling_params, many, tenant, request_ids, on_error, priority)
         with self._driver.opened(OutputCall(on_error), by_task=True) as call:
             outputs, requests = await self._in_thread(built)
             self._driver.submit(requests, call)
@@ -603,6 +598,13 @@ class Runtime:
         """`build` for a call that begins now: its requests draw by its number."""
         return partial(build, *arguments, call=next(self._calls))
 
+    def _late(self, *arguments: Any, **call: Any) -> _Built:
+        """`RequestBuilder.build_all`, but the requests of a long list are made while the device computes."""
+        outputs, requests = listed_requests(self._builder, *arguments, **call)
+        if isinstance(requests, Listed) and self.parts.scheduler.sorts:
+            requests = requests.in_order()
+        return outputs, requests
+
     async def _in_thread(self, build: Callable[[], T]) -> T:
         """Run two of a loop's tasks beside it, a long one and short ones; the next waits until the loop looks."""
         loop = asyncio.get_running_loop()
@@ -617,8 +619,9 @@ class Runtime:
             outputs, requests = build()
             yield from outputs
             self._driver.submit(requests, call)
-            tokens = 0
-            with tqdm(total=len(requests), unit=" requests", disable=not progress, file=sys.stderr) as bar:
+            tokens, count = 0, len(requests)
+            del requests  # what they share need not be kept as long as the last of them
+            with tqdm(total=count, unit=" requests", disable=not progress, file=sys.stderr) as bar:
                 while not call.is_over:
                     for output in self._driver.news(call):
                         if progress:

@@ -78,20 +78,31 @@ def by_field(values: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _takes_spellings(cls: type[T]) -> type[T]:
-    """Decorates a class whose `__init__` takes fields as keywords: it takes their other names, too."""
+def _checks_what_is_given(cls: type[T]) -> type[T]:
+    """Decorates a class whose `__init__` takes fields as keywords: it takes their other names, too, and checks
+    what is given. Defaults are set all at once: lists may have parameters for each prompt.
+    """
     init = cls.__init__
 
     @wraps(init)
     def __init__(self: T, *args: Any, **values: Any) -> None:
-        are_fields = SPELLINGS.keys().isdisjoint(values) and NESTED.keys().isdisjoint(values)
-        init(self, *args, **(values if are_fields else by_field(values)))
+        if not (SPELLINGS.keys().isdisjoint(values) and NESTED.keys().isdisjoint(values)):
+            values = by_field(values)
+        own = vars(self)
+        if args or not values.keys() <= _DEFAULTS.keys():
+            init(self, *args, **values)  # finds their names, or raises TypeError
+            values = own.copy()
+        own.update(_DEFAULTS)
+        for name, check in _CHECKS.items():
+            if name in values and (value := values[name]) is not _DEFAULTS[name]:
+                own[name] = check(name, value)
+        _check_together(own)
 
     cls.__init__ = __init__  # type: ignore[assignment, method-assign]
     return cls
 
 
-@_takes_spellings
+@_checks_what_is_given
 @dataclass(frozen=True)
 class SamplingParams:
     """Parameters of one request. Keywords may be in the spelling of vLLM or SGLang, too: see `SPELLINGS`.
@@ -195,21 +206,6 @@ class SamplingParams:
     json_object: bool = False
     form_engine: FormEngine = "auto"
 
-    def __post_init__(self) -> None:
-        for name, check in _CHECKS.items():
-            value = getattr(self, name)
-            if value is not _DEFAULTS[name]:
-                object.__setattr__(self, name, check(name, value))
-        if self.min_new_tokens:
-            check_int("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens)
-        if self.n > 1 and self.max_new_tokens == 0:
-            raise ParameterError(f"n is {self.n}, but max_new_tokens is 0: there is nothing to draw")
-        for name, stops in (("stop", self.stop), ("stop_regex", self.stop_regex)):
-            if stops and not self.detokenize:
-                raise ParameterError(f"{name} needs a text to look in, but detokenize is False")
-        if len(forms := [name for name in FORM_FIELDS if getattr(self, name)]) > 1:
-            raise ParameterError(f"{' and '.join(forms)} are given; an answer has one form: give one of them")
-
     @property
     def form(self) -> AskedForm | None:
         """The form that answers are to have."""
@@ -242,6 +238,20 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether a penalty changes logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _check_together(own: Mapping[str, Any]) -> None:
+    """Raise ParameterError where parameters, each of them in its bounds, do not go together."""
+    if own["min_new_tokens"]:
+        check_int("min_new_tokens", own["min_new_tokens"], 0, own["max_new_tokens"])
+    if own["n"] > 1 and own["max_new_tokens"] == 0:
+        raise ParameterError(f"n is {own['n']}, but max_new_tokens is 0: there is nothing to draw")
+    if not own["detokenize"]:
+        for name in ("stop", "stop_regex"):
+            if own[name]:
+                raise ParameterError(f"{name} needs a text to look in, but detokenize is False")
+    if len(forms := [name for name in FORM_FIELDS if own[name]]) > 1:
+        raise ParameterError(f"{' and '.join(forms)} are given; an answer has one form: give one of them")
 
 
 def _int(low: int, high: int) -> _Check:
@@ -391,4 +401,4 @@ _CHECKS: Mapping[str, _Check] = MappingProxyType(
         "form_engine": form_engine,
     }
 )
-_DEFAULTS: Mapping[str, object] = MappingProxyType({field.name: field.default for field in fields(SamplingParams)})
+_DEFAULTS: dict[str, object] = {field.name: field.default for field in fields(SamplingParams)}

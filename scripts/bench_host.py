@@ -50,7 +50,7 @@ NUM_WEIGHTS = 600_000_000  # small enough for captured passes with extends
 
 # Parts, by the methods whose time is theirs, but for that of other parts inside.
 PARTS: dict[str, list[tuple[type, str]]] = {
-    "checks": [(RequestBuilder, "build_all")],
+    "checks": [(RequestBuilder, "build_all"), (Runtime, "_late")],
     "submission": [(Driver, "submit"), (Driver, "_submit_inbox")],
     "match": [(PrefixCache, "match"), (PrefixCache, "leader"), (PrefixCache, "loan")],
     "admission": [(Admission, "admit")],

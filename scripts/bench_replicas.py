@@ -100,6 +100,7 @@ def record_of(subject: Subject, name: str, prompts: Sequence[WorkloadPrompt]) ->
         found["ended"] = [figure.seconds for figure in figures]
         found["ends"] = sum(found["ended"]) / max(found["ended"]) / len(figures)
         found["busy"] = [figure.busy_seconds for figure in figures]
+        found["requests"] = [figure.requests for figure in figures]
         found["restarts"] = [figure.restarts for figure in figures]
         found["planned_twice"] = planned_twice(subject, prompts)
     return found

@@ -63,14 +63,15 @@ def simulated(
     began anew, and what each piece took.
     """
     stolen: list[int] = []
-    dispatch = Dispatch(shards(pieces, num_replicas), stolen.append)
+    now = 0.0
+    dispatch = Dispatch(shards(pieces, num_replicas), stolen.append, clock=lambda: now)
     taken = pieces.seconds * (1.0 if factors is None else factors)
     events = [(0.0, replica, -1) for replica in range(num_replicas)]
     last, ended, order = [-2] * num_replicas, np.zeros(len(pieces), int), 0.0
     while events:
         now, replica, piece = heapq.heappop(events)
         if piece >= 0:
-            assert dispatch.end(replica, piece, now)
+            assert dispatch.end(replica, piece)
             ended[piece] += 1
             order = now
         for piece in dispatch.take(replica):

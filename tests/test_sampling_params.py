@@ -179,6 +179,19 @@ def test_every_parameter_is_checked() -> None:
             SamplingParams(**{field.name: object()})  # type: ignore[arg-type]
 
 
+def test_parameters_by_their_places() -> None:
+    assert SamplingParams(3.0, 0.5, n=2) == SamplingParams(max_new_tokens=3, temperature=0.5, n=2)  # type: ignore[arg-type]
+    with pytest.raises(ParameterError, match="temperature is -1"):
+        SamplingParams(3, -1)
+    with pytest.raises(TypeError, match="max_new_tokens"):
+        SamplingParams(3, max_new_tokens=3)  # type: ignore[misc]
+
+
+def test_the_first_error_is_that_of_the_first_check() -> None:
+    with pytest.raises(ParameterError, match="max_new_tokens is -1"):
+        SamplingParams(temperature=-1, n=0, max_new_tokens=-1)
+
+
 def test_checks_leave_defaults_as_they_are() -> None:
     defaults = SamplingParams()
     own = SamplingParams(**{field.name: field.default for field in fields(SamplingParams)})

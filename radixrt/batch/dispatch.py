@@ -7,14 +7,30 @@ with most.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from radixrt.planning.shards import Pieces, Shards
 
-STEAL_TOLERANCE = 0.1  # of what is left of a range, that a cut may be beside its middle without counting
-KEPT = 0.95  # of what earlier pieces have taken, for each that comes after
+ALIKE = 0.4  # of a run's time, for which replicas count as equally fast before theirs is measured
+STEAL_TOLERANCE = 0.2  # of what is to be taken, that a cut may be off without counting
+
+
+class _Load(NamedTuple):
+    """What a replica has to do, in seconds as it takes them.
+
+    Attributes:
+        pace: how long it takes, as a multiple of what is predicted; 1 as long as nothing is known.
+        waiting: for what waits for it.
+        left: for that and what is left of what it runs.
+    """
+
+    pace: float
+    waiting: float
+    left: float
 
 
 class Dispatch:
@@ -23,17 +39,29 @@ class Dispatch:
     Args:
         shards: the ranges at first.
         stolen: is called with the first piece of each range that a replica takes from another.
+        progress: how much is done of the pieces that a replica runs, 0 to 1.
+        clock: seconds.
     """
 
-    def __init__(self, shards: Shards, stolen: Callable[[int], object] = lambda piece: None) -> None:
+    def __init__(
+        self,
+        shards: Shards,
+        stolen: Callable[[int], object] = lambda piece: None,
+        *,
+        progress: Callable[[int], float] = lambda replica: 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._pieces: Pieces = shards.pieces
         bounds = shards.bounds.tolist()
         # What waits for each replica: ranges [begin, end) of pieces, none empty, in the order in which they run.
         self._waiting = [deque([(a, b)] if a < b else []) for a, b in pairwise(bounds)]
         self._running: list[set[int]] = [set() for _ in self._waiting]
         self._gone: set[int] = set()
-        self._paces = [_Pace() for _ in self._waiting]
-        self._stolen = stolen
+        self._seconds_ended = [0.0] * len(self._waiting)  # predicted
+        self._stolen, self._progress = stolen, progress
+        self._clock = clock
+        self._worked = [0.0] * len(self._waiting)  # seconds, before what it runs
+        self._busy_since: list[float | None] = [None] * len(self._waiting)
         self._left = len(self._pieces)
 
     @property
@@ -49,10 +77,6 @@ class Dispatch:
         """The pieces that a replica runs."""
         return frozenset(self._running[replica])
 
-    def seconds_waiting(self, replica: int) -> float:
-        """Of what waits for a replica, as predicted, and as its last pieces have taken beside their prediction."""
-        return self._paces[replica].ratio * sum(map(self._seconds, self._waiting[replica]))
-
     def take(self, replica: int, count: int = 1, away: Iterable[int] = ()) -> list[int]:
         """The next pieces for a replica, so many; fewer if no more wait, and none if nothing waits that it would
         end sooner than others. `away`: replicas that are starting.
@@ -66,17 +90,16 @@ class Dispatch:
             if begin + 1 < end:
                 waiting.appendleft((begin + 1, end))
         self._running[replica].update(taken)
+        self._note_work(replica)
         return taken
 
-    def end(self, replica: int, piece: int, now: float) -> bool:
-        """Note that a replica has ended a piece; False if it was not running there, as after `lose`.
-
-        `now`: seconds of any clock.
-        """
+    def end(self, replica: int, piece: int) -> bool:
+        """Note that a replica has ended a piece; False if it was not running there, as after `lose`."""
         if piece not in self._running[replica]:
             return False
         self._running[replica].remove(piece)
-        self._paces[replica].note(now, float(self._pieces.seconds[piece]))
+        self._note_work(replica)
+        self._seconds_ended[replica] += float(self._pieces.seconds[piece])
         self._left -= 1
         return True
 
@@ -91,11 +114,13 @@ class Dispatch:
         for piece in pieces:
             self._running[replica].remove(piece)
             self._left -= 1
+        self._note_work(replica)
 
     def put_back(self, replica: int, pieces: Sequence[int]) -> None:
         """Pieces that a replica was running wait for it again, before the rest; others change nothing."""
         own = sorted(self._running[replica].intersection(pieces))
         self._running[replica].difference_update(own)
+        self._note_work(replica)
         self._waiting[replica].extendleft((piece, piece + 1) for piece in reversed(own))
 
     def retire(self, replica: int) -> list[int]:
@@ -105,27 +130,65 @@ class Dispatch:
 
     def _steal(self, thief: int, away: Iterable[int]) -> None:
         """Take the later half of what waits for a replica that is gone, for the one with most work, if it ends
-        sooner so, though something is computed once more, or for one that is away: nobody knows how long.
+        sooner so, though something is computed once more, or for one that is away: nobody knows how long. One
+        that still runs pieces takes no more than lets both end at the same time.
         """
-        for replicas, is_sure in ((self._gone, True), (range(len(self._waiting)), False), (away, True)):
-            victim = max(replicas, key=self.seconds_waiting, default=thief)
-            ranges = self.waiting(victim)
+        if not any(self._waiting):
+            return
+        loads, others = self._loads(), range(len(self._waiting))
+        for replicas, is_sure in ((self._gone, True), (others, False), (away, True)):
+            victim = max(replicas, key=lambda replica: loads[replica].waiting, default=thief)
+            ranges, load = self.waiting(victim), loads[victim]
             if not ranges:
                 continue
-            nth, cut = self._middle(ranges)
+            most = load.waiting / 2
+            if not is_sure and self._running[thief]:
+                even = load.pace * (load.left - loads[thief].left) / (load.pace + loads[thief].pace)
+                most = min(most, even)
+            if most <= 0.0:
+                continue
+            nth, cut = self._cut(ranges, most / load.pace)
             begin, end = ranges[nth]
             taken = [(cut, end), *ranges[nth + 1 :]]
-            seconds = self._paces[victim].ratio * sum(map(self._seconds, taken))
-            if is_sure or float(self._pieces.repeated_seconds[cut]) + seconds <= self.seconds_waiting(victim):
+            seconds = load.pace * sum(map(self._seconds, taken))
+            again = float(self._pieces.repeated_seconds[cut])
+            if is_sure or again + seconds <= min(2 * most, load.waiting):
                 self._waiting[victim] = deque([*ranges[:nth], *([(begin, cut)] if begin < cut else [])])
                 self._waiting[thief].extend(taken)
                 self._stolen(cut)
                 return
 
-    def _middle(self, ranges: list[tuple[int, int]]) -> tuple[int, int]:
-        """Where to cut ranges in two, before the last piece at the latest: which range, and the piece after it."""
-        seconds = sum(map(self._seconds, ranges))
-        wanted = seconds / 2
+    def _loads(self) -> list[_Load]:
+        """What each replica has to do."""
+        now, count = self._clock(), len(self._waiting)
+        since = [now if began is None else began for began in self._busy_since]
+        worked = [before + now - began for before, began in zip(self._worked, since, strict=True)]
+        running = [float(self._pieces.seconds[list(pieces)].sum()) for pieces in self._running]
+        left = [seconds * (1.0 - self._progress(replica)) for replica, seconds in enumerate(running)]
+        done = [sum(own) - rest for *own, rest in zip(self._seconds_ended, running, left, strict=True)]
+        usual = sum(worked) / sum(done) if any(worked) and any(done) else 1.0
+        alike = max(ALIKE * float(self._pieces.seconds_before[-1]) / count, 1e-30)
+        loads: list[_Load] = []
+        for ranges, seconds, predicted, rest in zip(self._waiting, worked, done, left, strict=True):
+            pace = (seconds + usual * alike) / (predicted + alike)
+            waiting = pace * sum(map(self._seconds, ranges))
+            loads.append(_Load(pace, waiting, waiting + pace * rest))
+        return loads
+
+    def _note_work(self, replica: int) -> None:
+        """Note when a replica begins to have pieces, and how long it had some."""
+        since = self._busy_since[replica]
+        if self._running[replica] and since is None:
+            self._busy_since[replica] = self._clock()
+        elif since is not None and not self._running[replica]:
+            self._worked[replica] += self._clock() - since
+            self._busy_since[replica] = None
+
+    def _cut(self, ranges: list[tuple[int, int]], seconds: float) -> tuple[int, int]:
+        """Where to cut ranges in two so that about so many seconds come after, and a piece at least: which range,
+        and the piece after it.
+        """
+        wanted = sum(map(self._seconds, ranges)) - seconds
         for nth, (begin, end) in enumerate(ranges):
             cut = self._pieces.cut(begin, end, wanted, STEAL_TOLERANCE * seconds)
             if cut < end:
@@ -137,23 +200,3 @@ class Dispatch:
         """Predicted, of a range."""
         begin, end = self._pieces.seconds_before[list(of)]
         return float(end - begin)
-
-
-class _Pace:
-    """How long a replica's last pieces took, as a multiple of what was predicted."""
-
-    def __init__(self) -> None:
-        self._taken = self._predicted = 0.0
-        self._last: float | None = None
-
-    @property
-    def ratio(self) -> float:
-        """1 as long as nothing is known."""
-        return self._taken / self._predicted if self._taken and self._predicted else 1.0
-
-    def note(self, now: float, predicted: float) -> None:
-        """A piece has ended: since the one before, which ran beside it or before it, its part has gone by."""
-        if self._last is not None:
-            self._taken = self._taken * KEPT + now - self._last
-            self._predicted = self._predicted * KEPT + predicted
-        self._last = now

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from radixrt.batch.dispatch import Dispatch
@@ -52,7 +51,6 @@ class Handout:
         dispatch: has a range for each lane.
         lanes: at least one.
         first: pieces that each of several lanes gets at first: as many as it runs at once.
-        clock: seconds.
         answers: of a piece, on average.
     """
 
@@ -61,10 +59,9 @@ class Handout:
         dispatch: Dispatch,
         lanes: Sequence[Lane],
         first: int,
-        clock: Callable[[], float] = time.monotonic,
         answers: float = 1.0,
     ) -> None:
-        self._dispatch, self._lanes, self._clock = dispatch, lanes, clock
+        self._dispatch, self._lanes = dispatch, lanes
         self._first, self._answers = first, answers
         self._most = [0.0] * len(lanes)  # pieces that each has computed at once
         self._gone: set[int] = set()
@@ -108,7 +105,7 @@ class Handout:
         if self._suspects.is_on(lane):
             self._suspects.end(lane, piece)
         else:
-            self._dispatch.end(lane, piece, self._clock())
+            self._dispatch.end(lane, piece)
 
     def lose(self, lane: int, pieces: Sequence[int]) -> list[int]:
         """A lane's process was lost with pieces that it had not ended: they wait again, from the second time on
@@ -133,4 +130,5 @@ class Handout:
         if not most:  # it has computed nothing yet
             return self._first - waiting
         in_range = sum(end - begin for begin, end in self._dispatch.waiting(number))
-        return int(max(LEAST_WAITING, min(most, (in_range + waiting) / 2))) - waiting
+        least = max(1.0, LEAST_WAITING / self._answers)
+        return int(max(least, min(most, (in_range + waiting) / 2))) - waiting

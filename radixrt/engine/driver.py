@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -23,13 +24,23 @@ from radixrt.engine.wakers import WOKEN_AT_ONCE, NewsListener, Sleeper, Waker, w
 from radixrt.errors import ParameterError, RadixrtError
 from radixrt.output import RequestOutput
 from radixrt.schedule.answer import Answer
-from radixrt.schedule.request import Request
+from radixrt.schedule.request import LateRequests, Request
 
 T = TypeVar("T")
 C = TypeVar("C", bound=PendingCall[Any])
 Call = PendingCall[Any]
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Submitted:
+    """Requests for steps to submit to the engine."""
+
+    requests: Sequence[Request]
+    in_order: bool
+    at: float  # seconds of time.perf_counter
+    done: int = 0  # so many of them are submitted
 
 
 class Driver:
@@ -60,7 +71,7 @@ class Driver:
         self._has_proxy = False
         self._calls: dict[int | str, Call] = {}  # by the id of each request that has not ended
         self._streams: dict[int | str, StreamCall] = {}  # those of them that get news of every pass
-        self._inbox: deque[tuple[list[Request], bool]] = deque()  # for the next step to submit; whether in order
+        self._inbox: deque[_Submitted] = deque()  # for the next step to submit, or of late requests for later ones
         self._aborts: deque[int | str] = deque()  # ids of requests for the next step to end
         self._ended: deque[Answer] = deque()  # whose requests may have ended with them, which is yet to be told
         self._told: list[Call] = []  # that have news of the last step, and may wait for it
@@ -77,7 +88,9 @@ class Driver:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.check_open().scheduler.waiting) + sum(len(requests) for requests, _ in tuple(self._inbox))
+        return len(self.check_open().scheduler.waiting) + sum(
+            len(each.requests) - each.done for each in tuple(self._inbox)
+        )
 
     @property
     def is_forked(self) -> bool:
@@ -108,24 +121,27 @@ class Driver:
     def submit(self, requests: Iterable[Request], call: Call, *, in_order: bool = False) -> None:
         """Hand requests to the next step, without waiting for this one: all, or none if one is refused.
 
-        With `in_order` they are served in this order, not in that of the policy. Raises ParameterError if the id
-        of one is taken, ValueError if one can never run, or is there twice.
+        With `in_order` they are served in this order, not in that of the policy; late ones come in either. Raises
+        ParameterError if the id of one is taken, ValueError if one can never run, or is there twice.
         """
-        requests = list(requests)
-        ids: dict[int | str, Answer | None] = dict.fromkeys(request.id for request in requests)
+        late = requests if isinstance(requests, LateRequests) else None
+        listed = list(requests) if late is None else late
+        ids: dict[int | str, Answer | None]
+        ids = dict.fromkeys(late.ids if late is not None else (request.id for request in listed))
         with self._entered(), self._mutex:
             scheduler = self.check_open().scheduler
-            if len(ids) < len(requests):
+            if len(ids) < len(listed):
                 raise ValueError("a request is submitted twice")
             if taken := ids.keys() & self._calls.keys():
                 raise ParameterError(f"request id {taken.pop()!r} is that of another request that has not ended")
-            scheduler.check(requests)
+            if late is None:  # these are known to be sound
+                scheduler.check(listed)
             call.requests |= ids
             self._calls |= dict.fromkeys(ids, call)
             if isinstance(call, StreamCall):
                 self._streams |= dict.fromkeys(ids, call)
-            if requests:
-                self._inbox.append((requests, in_order))
+            if listed:
+                self._inbox.append(_Submitted(listed, in_order, time.perf_counter()))
 
     def abort(self, request_id: int | str) -> bool:
         """See `Runtime.abort`."""
@@ -341,7 +357,7 @@ class Driver:
         with self._entered():
             self._take_turn()
             engine = self.check_open()
-            self._submit_inbox(engine)
+            self._submit_inbox(engine, late=False)
             while engine.has_work:
                 self._step(admit=False)
             self._tell()
@@ -363,12 +379,25 @@ class Driver:
                         self._open = None  # and with it go the model and its memory
                         self._wake((*self._asleep, *self._tasks), RadixrtError("the runtime is closed"))
 
-    def _submit_inbox(self, engine: Engine) -> None:
+    def _submit_inbox(self, engine: Engine, *, late: bool = True) -> None:
+        """Submit what is in the inbox. Of late requests, as many as may be looked at in the next pass, unless
+        others come after them or some are to be ended; with `late=False` all.
+        """
         while self._inbox:
-            requests, in_order = self._inbox[0]
-            for answer in engine.submit_all(requests, in_order=in_order):
+            first = self._inbox[0]
+            part, is_late = first.requests, isinstance(first.requests, LateRequests)
+            if isinstance(first.requests, LateRequests):
+                may_wait = late and len(self._inbox) == 1 and not self._aborts
+                count = engine.scheduler.room(first.requests.priority) if may_wait else len(part)
+                part = part[first.done : first.done + count]
+                if not part:
+                    return
+            answers = engine.submit_all(part, in_order=first.in_order, is_sorted=is_late, submitted_at=first.at)
+            for answer in answers:
                 self._calls[answer.request.id].requests[answer.request.id] = answer
-            self._inbox.popleft()
+            first.done += len(part)
+            if first.done == len(first.requests):
+                self._inbox.popleft()
 
     def _aborted(self) -> list[Answer]:
         """Take the answers to end. Aborts of requests that the engine does not have yet stay."""

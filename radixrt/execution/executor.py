@@ -106,7 +106,7 @@ class Executor:
         for key, packed in passes.items():
             inputs, shape = packed.inputs.tensors(self._staging.upload(packed.words)), key.shape
             handed = None if self._stage.is_first else self._handed[: packed.num_tokens]
-            compute = partial(self._compute, packed, inputs, shape.num_extends, handed)
+            compute = partial(self._compute, packed, inputs, handed)
             warm_up = partial(compute, num_blocks=self._model.num_unlike_blocks)
             self.graphs[key] = recorder.captured(compute, warm_up)
             if shape.is_decode and shape not in self._decode_inputs and self._stage.is_last:
@@ -126,7 +126,11 @@ class Executor:
         handed = self._taken_over(pass_, packed)
         if key is None:
             arrays = packed.inputs.tensors(words) | arrays
-            computed = Forward(pass_, arrays, *self._compute(packed, arrays, pass_.num_extends, handed))
+            if packed.halves:
+                hidden = self._hidden_of_halves(packed, words, handed)
+            else:
+                hidden = self._hidden(packed, arrays, handed)
+            computed = Forward(pass_, arrays, *self._outputs(packed, arrays, hidden))
             if not self._stage.is_last:
                 assert computed.hidden is not None
                 self._hand_on(pass_, computed.hidden)
@@ -173,19 +177,20 @@ class Executor:
         self,
         packed: PackedPass,
         arrays: Arrays,
-        num_extends: int,
         handed: Tensor | None,
         num_blocks: int | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The one way from the words of a pass to its logits, flags and hidden states. Logits and flags of a pass
-        with a key are left in their places, too, and so are hidden states to be handed on.
-        """
-        is_decode = packed.key is not None and packed.key.shape.is_decode
-        if is_decode:
+        """What the graph of a pass computes: logits, flags and hidden states."""
+        if packed.is_decode:
             rows, positions = arrays["req_pool_indices"], arrays["positions"]
             write_cells(self.req_to_token, rows, positions, arrays["out_cache_loc"], impl=self._impl)
-        # Of these decodes all tokens have logits, in order.
-        indices = None if is_decode else arrays["logits_indices"]
+        return self._outputs(packed, arrays, self._hidden(packed, arrays, handed, num_blocks))
+
+    def _hidden(
+        self, packed: PackedPass, arrays: Arrays, handed: Tensor | None, num_blocks: int | None = None
+    ) -> Tensor:
+        """The one way from the words of a pass to its hidden states."""
+        num_extends = packed.num_extends
         plans = packed.plans.with_arrays(arrays[name] for name in packed.plans.numbered())
         host = packed.host_arrays()
         of_rows: dict[str, Any] = {name: arrays[name] for name in host}
@@ -201,13 +206,32 @@ class Executor:
         ids = arrays["input_ids"]
         if self._stage.is_first:
             ids = known_tokens(ids, self.last_token, impl=self._impl)
-        hidden = self._model(ids, metadata, self._kv_pool, handed=handed, num_blocks=num_blocks)
+        hidden: Tensor = self._model(ids, metadata, self._kv_pool, handed=handed, num_blocks=num_blocks)
+        return hidden
+
+    def _hidden_of_halves(self, packed: PackedPass, words: Tensor, handed: Tensor | None) -> Tensor:
+        """The same, layer by layer in turn."""
+        turns, (first, second) = self._model.placement.ranks.turns, packed.halves
+        assert turns is not None  # one rank alone cuts no passes
+        cut = first.num_tokens
+        parts = (None, None) if handed is None else (handed[:cut], handed[cut:])
+        hidden = turns.computed(
+            partial(self._hidden, first, first.inputs.tensors(words), parts[0]),
+            partial(self._hidden, second, second.inputs.tensors(words), parts[1]),
+        )
+        return torch.cat(hidden)
+
+    def _outputs(self, packed: PackedPass, arrays: Arrays, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The one way from there to its logits and flags. Those of a pass with a key are left in their places,
+        too, and so are hidden states to be handed on.
+        """
         if not self._stage.is_last:
             if packed.key is not None:
                 self._handed_on[: len(hidden)].copy_(hidden)
             return hidden[:0], None, hidden
-        finite = None
-        if not is_decode:
+        finite, indices = None, None  # of decodes all tokens have logits, in order
+        if not packed.is_decode:
+            indices = arrays["logits_indices"]
             finite = finite_rows(hidden.index_select(0, arrays["last_tokens"]), impl=self._impl)
         out = None if packed.key is None else self._logits[: packed.key.shape.num_rows]
         logits = self._model.compute_logits(hidden, indices, out=out)

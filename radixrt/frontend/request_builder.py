@@ -123,14 +123,20 @@ class RequestBuilder:
             raise PromptError(refusal)
         return request
 
-    def alike(self, model: Request, ids: NDArray[np.int32], index: int, call: int) -> Request:
+    def new_ids(self, count: int) -> list[int]:
+        """Numbers for requests, which no other ones get."""
+        return list(itertools.islice(self._ids, count))
+
+    def alike(
+        self, model: Request, ids: NDArray[np.int32], index: int, call: int, request_id: int | str
+    ) -> Request:
         """A request with the parameters of another one, for ids that are known to be sound, of a prompt that is no
         longer than its own.
         """
         params = model.params
         return Request(  # `replace` takes twice as long
             index=index,
-            id=next(self._ids),
+            id=request_id,
             prompt_ids=ids,
             params=params,
             max_new_tokens=min(params.max_new_tokens, self.context_length - len(ids)),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from difflib import get_close_matches
+from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 from radixrt.asked_form import FORM_FIELDS, NESTED
@@ -14,14 +16,15 @@ from radixrt.sampling_params import SPELLINGS, SamplingParams, by_field
 _NOTHING = SamplingParams()
 
 
-def known_parameters() -> dict[str, str]:
+@cache
+def known_parameters() -> Mapping[str, str]:
     """Every name by which a parameter may be given, and the field of SamplingParams that it means.
 
     What holds a form, such as `response_format`, stands for itself.
     """
     names = {field.name: field.name for field in fields(SamplingParams)}
     spellings = {spelling: name for spelling, name in SPELLINGS.items() if name in names}
-    return names | spellings | {name: name for name in NESTED}
+    return MappingProxyType(names | spellings | {name: name for name in NESTED})
 
 
 def sampling_params_from_dict(values: Mapping[str, Any], defaults: SamplingParams | None = None) -> SamplingParams:

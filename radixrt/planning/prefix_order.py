@@ -1,9 +1,10 @@
 """Sorts many token sequences, and counts the tokens that each shares with the one before it. Numpy only.
 
 Sequences are compared window by window from their beginning. Those that agree so far are a group, and only groups
-of two or more go on. A group whose members all agree in a window is not sorted there, and its next window is
-wider. After the widest one its members are compared with its first, one by one, as far as all agree. So each
-shared token is read about once. Windows of large files are read region by region, in order, and then forgotten.
+of two or more go on. A group whose members all agree in a window is not sorted there: they are compared with its
+first, one by one, as far as all agree. Others are sorted by the few tokens after the last one in which all agree.
+So each shared token is read about once. Windows of large files are read region by region, in order, and then
+forgotten.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import numpy.typing as npt
 
 from radixrt.arrays import BoolArray, Int32Array, Int64Array
 
-WINDOWS = (32, 64)  # tokens compared at a time; the next size after each window in which all agree
+WINDOW = 64  # tokens of all members that are compared at a time
+SORTED = 16  # tokens that are sorted by at a time
 BLOCK = 512  # tokens of two sequences that are compared first, and four times as many each time they agree
 CELLS = 1 << 18  # tokens compared at once: they stay in a processor's cache
-ROWS = 1 << 17  # sequences sorted at once; with more of them the window is narrower
+ROWS = 1 << 17  # sequences sorted at once
 REGION = 1 << 26  # tokens that may be resident at once
 
 
@@ -99,33 +101,32 @@ class _Sorting:
         self._forget = forget
         self._order = np.arange(len(starts), dtype=np.int64)
         self._shared = np.zeros(len(starts), dtype=np.int32)
-        self._todo = [_NONE for _ in (*WINDOWS, "one by one")]  # by the window that comes next
+        self._todo = self._alike = _NONE  # to be compared in a window; and one by one, since they agree in one
         self._num_read = 0  # tokens, one by one, since the last were forgotten
 
     def run(self) -> PrefixOrder:
         count = len(self._order)
         if count > 1:
-            self._todo[0] = _Groups(np.array([0]), np.array([count]), np.array([0]))
-        while any(map(len, self._todo)):
-            level = next(i for i, groups in enumerate(self._todo) if len(groups))
-            groups, self._todo[level] = self._todo[level], _NONE
-            if level == len(WINDOWS):
+            self._todo = _Groups(np.array([0]), np.array([count]), np.array([0]))
+        while len(self._todo) or len(self._alike):
+            if len(self._todo):
+                groups, self._todo = self._todo, _NONE
+                for part in groups.parts(CELLS // WINDOW):
+                    self._pass_or_split(part)
+            else:
+                groups, self._alike = self._alike, _NONE
                 self._split_in_parts(_Groups(groups.begin, groups.end, self._common_depth(groups)))
-                continue
-            for part in groups.parts(CELLS // WINDOWS[level]):
-                self._pass_or_split(part, level)
         return PrefixOrder(self._order, self._shared)
 
-    def _pass_or_split(self, groups: _Groups, level: int) -> None:
-        window = WINDOWS[level]
-        agreeing = self._agreeing(groups, window)
+    def _pass_or_split(self, groups: _Groups) -> None:
+        agreeing = self._agreeing(groups)
         firsts = self._order[groups.begin]
         end = self._ends[firsts] - self._starts[firsts]
-        agrees = agreeing == window
-        are_equal = agrees & (end < groups.depth + window)  # the window shows where they end
+        agrees = agreeing == WINDOW
+        are_equal = agrees & (end < groups.depth + WINDOW)  # the window shows where they end
         self._share(groups[are_equal], end[are_equal])
         go_on = groups[agrees & ~are_equal]
-        self._add(level + 1, _Groups(go_on.begin, go_on.end, go_on.depth + window))
+        self._alike = self._alike.and_those(_Groups(go_on.begin, go_on.end, go_on.depth + WINDOW))
         self._split_in_parts(_Groups(groups.begin, groups.end, groups.depth + agreeing)[~agrees])
 
     def _common_depth(self, groups: _Groups) -> Int64Array:
@@ -145,20 +146,30 @@ class _Sorting:
                 if same < block:
                     length = at
                 block *= 4
+            whole = first[:length].tobytes()  # to compare with it is faster than to look for what differs
             for place in places[1:-1]:
-                if not length:
-                    break
-                length = self._agree(first[:length], place)
+                if self._read_bytes(place, length) != whole:
+                    length = self._agree(first[:length], place)
+                    whole = first[:length].tobytes()
             found[nth] = depth + length
         return found
+
+    def _read_bytes(self, place: int, count: int) -> bytes:
+        """So many tokens from a place on."""
+        self._count(count)
+        return self._tokens[place : place + count].tobytes()
+
+    def _count(self, num_read: int) -> None:
+        """Forget what was read where it is much, with so many tokens more."""
+        self._num_read += num_read
+        if self._num_read > REGION:
+            self._forget()
+            self._num_read = num_read
 
     def _agree(self, first: npt.NDArray[np.uint32], place: int) -> int:
         """In how many leading ones of so many tokens those from a place on agree."""
         count = len(first)
-        self._num_read += count
-        if self._num_read > REGION:
-            self._forget()
-            self._num_read = count
+        self._count(count)
         differs = self._tokens[place : place + count] != first
         at = int(differs.argmax())
         return at if differs[at] else count
@@ -167,51 +178,46 @@ class _Sorting:
         for part in groups.parts(ROWS):
             self._split(part)
 
-    def _agreeing(self, groups: _Groups, window: int) -> Int64Array:
-        """Leading tokens among the next `window` in which the sequences of each group agree, `[G]`."""
+    def _agreeing(self, groups: _Groups) -> Int64Array:
+        """Leading tokens among the next WINDOW in which the sequences of each group agree, `[G]`."""
         places, group = groups.places()
-        firsts = self._window(groups.begin, groups.depth, window)
-        found = np.full(len(groups), window, dtype=np.int64)
-        rows = max(1, CELLS // window)
+        firsts = self._window(groups.begin, groups.depth, WINDOW)
+        found = np.full(len(groups), WINDOW, dtype=np.int64)
+        rows = max(1, CELLS // WINDOW)
         for at in range(0, len(places), rows):
             part = slice(at, at + rows)
-            block = self._window(places[part], groups.depth[group[part]], window)
+            block = self._window(places[part], groups.depth[group[part]], WINDOW)
             np.minimum.at(found, group[part], _first_true(block != firsts[group[part]]))
         return found
 
     def _split(self, groups: _Groups) -> None:
         """Sort each group by its next tokens. Sequences that still agree are the next groups."""
         places, group = groups.places()
-        window = WINDOWS[0] if len(places) <= ROWS else WINDOWS[0] // 4
         depth = groups.depth[group]
-        keys = np.empty((len(places), 1 + window), dtype=">u4")
+        keys = np.empty((len(places), 1 + SORTED), dtype=">u4")
         keys[:, 0] = group
-        keys[:, 1:] = self._window(places, depth, window)
-        ranks = np.argsort(keys.view(f"S{keys.itemsize * (1 + window)}").ravel(), kind="stable")
+        keys[:, 1:] = self._window(places, depth, SORTED)
+        ranks = np.argsort(keys.view(f"S{keys.itemsize * (1 + SORTED)}").ravel(), kind="stable")
         self._order[places] = self._order[places[ranks]]
         keys = keys[ranks]
         common = _first_true(keys[1:] != keys[:-1]) - 1  # -1: of another group
-        own = np.flatnonzero((common >= 0) & (common < window))
+        own = np.flatnonzero((common >= 0) & (common < SORTED))
         self._shared[places[own + 1]] = depth[own + 1] + common[own]
-        # Runs of sequences that agree in all of the window.
-        is_same = np.concatenate([[False], common == window, [False]])
+        # Runs of sequences that agree in all of these tokens.
+        is_same = np.concatenate([[False], common == SORTED, [False]])
         begin, last = np.flatnonzero(~is_same[:-1] & is_same[1:]), np.flatnonzero(is_same[:-1] & ~is_same[1:])
-        runs = _Groups(places[begin], places[last] + 1, depth[begin] + window)
+        runs = _Groups(places[begin], places[last] + 1, depth[begin] + SORTED)
         firsts = self._order[runs.begin]
         end = self._ends[firsts] - self._starts[firsts]
         are_equal = end < runs.depth
         self._share(runs[are_equal], end[are_equal])
-        self._add(0, runs[~are_equal])
+        self._todo = self._todo.and_those(runs[~are_equal])
 
     def _share(self, groups: _Groups, lengths: Int64Array) -> None:
         """Note that the sequences of each group are equal, with these lengths."""
         places, group = groups.places()
         inner = places != groups.begin[group]
         self._shared[places[inner]] = lengths[group[inner]]
-
-    def _add(self, level: int, groups: _Groups) -> None:
-        if len(groups):
-            self._todo[level] = self._todo[level].and_those(groups)
 
     def _window(self, places: Int64Array, depth: Int64Array, window: int) -> npt.NDArray[np.uint32]:
         """The tokens from `depth` on of the sequences at some places, one more than each; 0 beyond the end."""

@@ -29,12 +29,12 @@ from radixrt.engine.gc_control import old_objects_left_alone
 from radixrt.errors import DeviceLostError, PassError, RadixrtError, ReplicaLostError
 from radixrt.frontend.request_builder import OnError, Params, Prompt, builder_without_weights, listed_prompts
 from radixrt.limits import HANG_SECONDS, RunLimits
+from radixrt.listed import listed_requests, store_of
 from radixrt.output import RequestOutput
 from radixrt.planning.batch_plan import BatchPlan, plan_batch
 from radixrt.planning.cards import CARDS, shape_of
 from radixrt.planning.shards import Pieces, pieces_of, shards
 from radixrt.replicas.links import Links, Processes, placements
-from radixrt.replicas.listed import Listed, listed_requests
 from radixrt.replicas.replica import Replica, ReplicaFigures
 from radixrt.schedule.activity import Activity
 from radixrt.schedule.request import Request
@@ -162,15 +162,17 @@ class ReplicaGroup:
         on_error: OnError,
         progress: bool,
     ) -> Iterator[RequestOutput]:
-        outputs, found = listed_requests(self._builder, prompts, sampling_params, on_error, next(self._calls))
+        outputs, requests = listed_requests(
+            self._builder, prompts, sampling_params, True, None, None, on_error, call=next(self._calls)
+        )
         work: _Work | None = None
         self._is_open = True
         try:
             yield from outputs
-            if not found.requests:
+            if not requests:
                 return
-            work = _Work(self, found)
-            with tqdm(total=len(found.requests), unit=" requests", disable=not progress, file=sys.stderr) as bar:
+            work = _Work(self, requests)
+            with tqdm(total=len(requests), unit=" requests", disable=not progress, file=sys.stderr) as bar:
                 while not work.is_done:
                     for output in work.step():
                         if output.cause is not None and on_error == "raise":
@@ -289,10 +291,11 @@ class ReplicaGroup:
         self._check_open()
         for lane in self.lanes:
             lane.begin_list()
-        dispatch = Dispatch(shards(pieces, len(self.lanes)))
+        own, progress = shards(pieces, len(self.lanes)), lambda replica: self.lanes[replica].progress
+        dispatch = Dispatch(own, progress=progress, clock=self._clock)
         answers = float(pieces.num_answers.mean()) if len(pieces) else 1.0  # of a piece
         first = max(1, int(self.limits.max_running_requests / answers))
-        return Handout(dispatch, self.lanes, first, self._clock, answers)
+        return Handout(dispatch, self.lanes, first, answers)
 
     def close(self) -> None:
         """End all replicas; again: nothing."""
@@ -351,9 +354,9 @@ class ReplicaGroup:
 class _Work:
     """The requests of a call, and where they run."""
 
-    def __init__(self, group: ReplicaGroup, listed: Listed) -> None:
-        plan = plan_batch(listed.store, listed.demands)
-        self._group, self._requests = group, listed.requests
+    def __init__(self, group: ReplicaGroup, requests: Sequence[Request]) -> None:
+        plan = plan_batch(*store_of(requests))
+        self._group, self._requests = group, requests
         self._pieces = group.pieces(plan)
         self._which = plan.run.order[self._pieces.places].tolist()  # the request of each piece
         self._has_parts = bool(self._pieces.is_part.any())

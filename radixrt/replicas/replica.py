@@ -109,6 +109,8 @@ class Replica:
         self._waiting: dict[int | str, None] = {}  # those of them that have not begun
         self._activity_before, self._stats_before = Activity(), _NO_STATS  # of processes that were lost
         self._began, self._busy_before = 0.0, 0.0  # when the list began
+        self._tokens_asked = 0  # by requests that have not ended, at most
+        self._tokens_of_others = 0  # that were decoded for other requests
         self._losses = self._lost_unready = self._lost_in_vain = 0  # the last two: one after the other
         self.is_gone = False
         self._start()
@@ -125,6 +127,7 @@ class Replica:
         """Figures are those of a list that begins now, and it may be lost as often as allowed again."""
         self._lost_unready = self._lost_in_vain = 0
         self._began, self._busy_before = self._clock(), self.activity.busy_seconds
+        self._tokens_of_others = self.activity.decoded_tokens
         self.figures = ReplicaFigures(self.figures.device)
 
     # -- a lane --------------------------------------------------------------------------------------------
@@ -140,6 +143,12 @@ class Replica:
         return bool(self._unfinished)
 
     @property
+    def progress(self) -> float:
+        """How much is done of what it has and has not ended, 0 to 1: by tokens of answers, as it last said."""
+        done = self.activity.decoded_tokens - self._tokens_of_others
+        return min(1.0, max(0.0, done / self._tokens_asked)) if self._tokens_asked else 0.0
+
+    @property
     def is_idle(self) -> bool:
         """Whether it has no requests."""
         return not self._unfinished
@@ -150,6 +159,7 @@ class Replica:
             self._heard = self._clock()  # it had nothing to say
         self._unfinished |= {request.id: request for request in requests}
         self._waiting |= dict.fromkeys(request.id for request in requests)
+        self._tokens_asked += sum(map(_most_tokens, requests))
         for begin in range(0, len(requests), SENT_AT_ONCE):
             self.link.send(requests_message(requests[begin : begin + SENT_AT_ONCE]))
 
@@ -217,6 +227,8 @@ class Replica:
                 # What is not there was ended already, or sent twice.
                 if (request := self._unfinished.pop(ended.id, None)) is not None:
                     outputs.append(output_of(ended, request))
+                    self._tokens_asked -= _most_tokens(request)
+                    self._tokens_of_others += outputs[-1].usage.completion_tokens
                     self._has_answered = True
                 self._waiting.pop(ended.id, None)
             for request_id in body["begun"]:
@@ -238,7 +250,7 @@ class Replica:
         how = self.link.end()
         self.is_ready, self.is_gone = False, True
         _log.warning("replica %d does not end its requests, and is ended (%s)", self._number, how)
-        self._unfinished, self._waiting = {}, {}
+        self._unfinished, self._waiting, self._tokens_asked = {}, {}, 0
 
     def _count(self, outputs: list[RequestOutput]) -> None:
         if not outputs:
@@ -260,6 +272,7 @@ class Replica:
         self._activity_before, self._stats_before = self.activity, self.cache_stats
         self._activity, self._stats = Activity(), _NO_STATS
         lost, self._unfinished, self._waiting = self._unfinished, {}, {}
+        self._tokens_asked, self._tokens_of_others = 0, self.activity.decoded_tokens
         self._losses += 1
         self._lost_unready = 1 if self.is_ready else self._lost_unready + 1
         self._lost_in_vain = 0 if self._has_answered else self._lost_in_vain + 1
@@ -280,6 +293,11 @@ class Replica:
             replace(RequestOutput.refused(request.index, told, request.id), cause=cause)
             for request in lost.values()
         ]
+
+
+def _most_tokens(request: Request) -> int:
+    """That its answers may have."""
+    return request.max_new_tokens * request.params.n
 
 
 def _trial() -> Request:

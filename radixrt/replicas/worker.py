@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from radixrt.runtime import Runtime
     from radixrt.schedule.request import Request
 
-MADE_AT_ONCE = 512  # requests, between two passes: more than one begins
+MADE_BEFORE = 512  # they begin: about as many requests as a pass can begin, since the device may wait meanwhile
 BEAT = 0.2  # seconds, at most, between two messages while passes run
 
 
@@ -40,6 +40,11 @@ class Server:
         self._begun: list[int | str] = []  # ids of those that have begun since the last message
         self._ended: list[RequestOutput] = []
         self._told = 0.0  # when the last message was made
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not begun."""
+        return len(self._waiting)
 
     @property
     def has_work(self) -> bool:
@@ -131,14 +136,13 @@ def _run_all(channel: Channel, server: Server, told: deque[Message]) -> None:
     while True:
         told += channel.receive()
         # Where the device has nothing to do, others are made once it computes the first ones.
-        left = MADE_AT_ONCE if server.has_work else 1
+        enough = MADE_BEFORE if server.has_work else 1
         while told:
-            message = told.popleft()
-            left -= len(message.body.get("run", ()))
-            if (answer := server.handle(message)) is not None:
-                channel.send(answer)
-            if left <= 0 and server.has_work and all("run" in other.body for other in told):
+            has_enough = server.has_work and server.num_waiting >= enough
+            if has_enough and all("run" in other.body for other in told):
                 break
+            if (answer := server.handle(told.popleft())) is not None:
+                channel.send(answer)
         if channel.is_closed or not (told or server.has_work):
             return
         if (news := server.step()) is not None:

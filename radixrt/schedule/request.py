@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from radixrt.cache.radix_tree import DEFAULT_NAMESPACE, Namespace, Tokens
@@ -44,3 +45,18 @@ class Request:
         put(self, "max_len", prompt_len + self.max_new_tokens)
         put(self, "max_slots", prompt_len + max(1, self.max_new_tokens) - 1)
         put(self, "may_stop", bool(self.stop_ids) or self.make_text is not None or self.form is not None)
+
+
+class LateRequests(Sequence[Request]):
+    """Requests that are known to be sound, each made when it is first wanted.
+
+    Attributes:
+        priority: of all of them.
+    """
+
+    priority: int
+
+    @property
+    @abstractmethod
+    def ids(self) -> Sequence[int | str]:
+        """`Request.id` of each."""

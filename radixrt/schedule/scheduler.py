@@ -7,6 +7,7 @@ token may be in one more pass, whose result for it is thrown away.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import time
 from collections import deque
@@ -20,7 +21,7 @@ from radixrt.arrays import Int32Array
 from radixrt.cache.prefix_cache import PrefixCache, sort_key
 from radixrt.errors import SchedulerError
 from radixrt.output import FinishReason
-from radixrt.schedule.admission import Admission, ExtendChunk
+from radixrt.schedule.admission import MAX_LOOK_AHEAD, Admission, ExtendChunk
 from radixrt.schedule.answer import Answer, RequestLog, place_of, rows_of
 from radixrt.schedule.booking import Booking, Bookkeeper
 from radixrt.schedule.lanes import Lanes
@@ -73,6 +74,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self._admission.running)
 
+    @property
+    def sorts(self) -> bool:
+        """Whether requests that are known together are sorted by their tokens."""
+        return self.config.policy is SchedulePolicy.LPM
+
     def refusal(self, request: Request) -> str | None:
         """Why a request can never run, or None if it can."""
         if request.max_slots > self.cache.slots.capacity:
@@ -90,23 +96,36 @@ class Scheduler:
             if request.max_slots > capacity:
                 raise ValueError(f"request {request.index} {self.refusal(request)}")
 
-    def submit_all(self, requests: Iterable[Request], *, in_order: bool = False) -> list[Answer]:
+    def room(self, priority: int) -> int:
+        """How many more answers of a priority may wait before the next ones are not even looked at."""
+        before = bisect.bisect_right(self.waiting, priority, key=lambda answer: answer.request.priority)
+        return max(0, self.config.max_ranked + MAX_LOOK_AHEAD - before)
+
+    def submit_all(
+        self,
+        requests: Iterable[Request],
+        *,
+        in_order: bool = False,
+        is_sorted: bool = False,
+        submitted_at: float | None = None,
+    ) -> list[Answer]:
         """Queue requests that are known together, all or none. Returns the first answer of each.
 
         Under LPM they queue in lexicographic order of their tokens, the depth-first order of their radix tree:
         those that share a prefix come one after the other, which wants the least memory for the most hits (Zheng
-        et al. 2024, theorem 3.1). With `in_order` they are served first come, first served, as they are given.
-        Those of a lower `priority` go first all the same.
+        et al. 2024, theorem 3.1). With `is_sorted` they are in that order already. With `in_order` they are served
+        first come, first served, as they are given. Those of a lower `priority` go first all the same.
+        `submitted_at`: seconds of time.perf_counter; None: now.
         Raises ValueError where one can never run: see `refusal`.
         """
         requests = list(requests)
         self.check(requests)
-        now = time.perf_counter()
+        at = time.perf_counter() if submitted_at is None else submitted_at
         order: Sequence[int] = range(len(requests))
-        if self.config.policy is SchedulePolicy.LPM and not in_order:
+        if self.sorts and not (in_order or is_sorted):
             order = sorted(order, key=lambda i: sort_key(requests[i].prompt_ids))
         queued = [
-            Answer(requests[i], next(self._arrivals), RequestLog(now), in_order, requests[i].first_answer)
+            Answer(requests[i], next(self._arrivals), RequestLog(at), in_order, requests[i].first_answer)
             for i in order
         ]
         by_request = dict(zip(order, queued, strict=True))
@@ -245,7 +264,7 @@ class Scheduler:
         is_known = prefix_lens < table.known_lens.take(rows)
         if is_known.any():
             input_ids = np.where(is_known, table.tokens[rows, prefix_lens], input_ids)
-        columns = {
+        columns: dict[str, Any] = {
             "req_pool_indices": rows,
             "prefix_lens": prefix_lens,
             "seq_lens": seq_lens,

@@ -58,15 +58,15 @@ def test_the_pace_of_a_replica_counts(repeated: float, helped: list[int]) -> Non
     """Of three, the first takes four times as long as predicted. Less waits for it than for the second, but for
     longer: the third helps it, unless the prefix that it would compute once more takes longer still.
     """
-    each = np.arange(30)
-    pieces = Pieces(each, 0 * each, 0 * each + 1, 0 * each, np.ones(30), np.where(each < 11, repeated, 0.0))
+    each = np.arange(39)
+    pieces = Pieces(each, 0 * each, 0 * each + 1, 0 * each, np.ones(39), np.where(each < 11, repeated, 0.0))
     stolen: list[int] = []
-    dispatch = Dispatch(Shards(pieces, np.array([0, 11, 30, 30])), stolen.append)
-    for replica, seconds in ((0, 4.0), (1, 1.0)):
-        for nth in range(1, 4):
-            (piece,) = dispatch.take(replica)
-            assert dispatch.end(replica, piece, nth * seconds)
-    assert [dispatch.seconds_waiting(replica) for replica in range(3)] == pytest.approx([32.0, 16.0, 0.0])
+    now = 0.0
+    dispatch = Dispatch(Shards(pieces, np.array([0, 11, 39, 39])), stolen.append, clock=lambda: now)
+    taken = [dispatch.take(0, 3), dispatch.take(1, 12)]
+    now = 12.0
+    for replica, own in enumerate(taken):
+        assert all(dispatch.end(replica, piece) for piece in own)
     assert dispatch.take(2) == stolen == helped
 
 
@@ -78,7 +78,7 @@ def test_nobody_waits_for_one_that_starts_again() -> None:
     assert dispatch.take(0, 3) == [0, 1, 2]
     assert dispatch.take(1, 3) == [3, 4, 5]
     for piece in (3, 4, 5):
-        assert dispatch.end(1, piece, float(piece))
+        assert dispatch.end(1, piece)
     dispatch.lose(0)
     assert not dispatch.take(1), "it would take longer"
     assert [dispatch.take(1, away=[0]) for _ in range(3)] == [[2], [1], [0]]
@@ -96,7 +96,8 @@ class Replicas(RuleBasedStateMachine):
         seconds, repeated = (np.array([pair[i] for pair in sizes], float) for i in (0, 1))
         places = np.arange(len(sizes))
         self.pieces = Pieces(places, 0 * places, 0 * places + 1, repeated.astype(np.int64), seconds, repeated)
-        self.dispatch = Dispatch(shards(self.pieces, num_replicas))
+        self.dispatch = Dispatch(shards(self.pieces, num_replicas), progress=self.progress, clock=self.now)
+        self.done = 0.0
         self.alive = set(range(num_replicas))
         self.running: list[set[int]] = [set() for _ in range(num_replicas)]
         self.ended: list[int] = []
@@ -105,6 +106,13 @@ class Replicas(RuleBasedStateMachine):
     def now(self) -> float:
         self.clock = getattr(self, "clock", 0.0) + 1.5
         return self.clock
+
+    def progress(self, replica: int) -> float:
+        return self.done
+
+    @rule(done=st.floats(0, 1))
+    def go_on(self, done: float) -> None:
+        self.done = done
 
     @rule(data=st.data(), count=st.integers(1, 9))
     def take(self, data: Any, count: int) -> None:
@@ -123,7 +131,7 @@ class Replicas(RuleBasedStateMachine):
         replica = data.draw(st.sampled_from(busy))
         piece = data.draw(st.sampled_from(sorted(self.running[replica])))
         self.running[replica].remove(piece)
-        assert self.dispatch.end(replica, piece, self.now())
+        assert self.dispatch.end(replica, piece)
         self.ended.append(piece)
         self.late += [(replica, piece)] * doubled
 
@@ -145,7 +153,7 @@ class Replicas(RuleBasedStateMachine):
         """Of an earlier life of a replica, or for the second time."""
         replica, piece = self.late.pop(data.draw(st.integers(0, len(self.late) - 1)))
         if piece not in self.running[replica]:
-            assert not self.dispatch.end(replica, piece, self.now())
+            assert not self.dispatch.end(replica, piece)
 
     @invariant()
     def each_piece_is_in_one_place(self) -> None:
@@ -169,7 +177,7 @@ class Replicas(RuleBasedStateMachine):
             for replica in sorted(self.alive):
                 self.running[replica].update(self.dispatch.take(replica, 3))
                 for piece in sorted(self.running[replica]):
-                    assert self.dispatch.end(replica, piece, self.now())
+                    assert self.dispatch.end(replica, piece)
                     self.ended.append(piece)
                 self.running[replica].clear()
             assert self.dispatch.num_left < before

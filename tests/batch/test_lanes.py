@@ -23,16 +23,8 @@ class FakeLane:
     is_gone: bool = False
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def handout(count: int, own: list[FakeLane], first: int = 4) -> tuple[Handout, Clock]:
-    clock = Clock()
-    return Handout(Dispatch(shards(Pieces.alike(count), len(own))), own, first, clock), clock
+def handout(count: int, own: list[FakeLane], first: int = 4) -> Handout:
+    return Handout(Dispatch(shards(Pieces.alike(count), len(own))), own, first)
 
 
 def handed(found: Handout) -> dict[int, list[int]]:
@@ -45,7 +37,7 @@ def handed(found: Handout) -> dict[int, list[int]]:
 
 def test_one_lane_gets_a_block_whenever_few_wait() -> None:
     lane = FakeLane()
-    found, _ = handout(5000, [lane])
+    found = handout(5000, [lane])
     assert dict(found.next()) == {0: list(range(512))}
     lane.num_waiting = 512
     assert dict(found.next()) == {0: list(range(512, 1024))}
@@ -55,7 +47,7 @@ def test_one_lane_gets_a_block_whenever_few_wait() -> None:
 
 def test_several_lanes_get_what_they_run_at_once_and_then_as_much_again() -> None:
     own = [FakeLane(), FakeLane()]
-    found, _ = handout(10_000, own, first=100)
+    found = handout(10_000, own, first=100)
     assert handed(found) == {0: list(range(100)), 1: list(range(5000, 5100))}
     own[0].num_waiting = own[1].num_waiting = 100
     assert dict(found.next()) == {}
@@ -71,9 +63,8 @@ def test_several_lanes_get_what_they_run_at_once_and_then_as_much_again() -> Non
 
 def test_answers_of_a_piece_run_together() -> None:
     own = [FakeLane(num_running=80), FakeLane(num_running=400)]
-    clock = Clock()
     dispatch = Dispatch(shards(Pieces.alike(10_000), 2))
-    assert {lane: len(own) for lane, own in handed(Handout(dispatch, own, 50, clock, answers=4.0)).items()} == {
+    assert {lane: len(own) for lane, own in handed(Handout(dispatch, own, 50, answers=4.0)).items()} == {
         0: 20,
         1: 100,
     }
@@ -82,7 +73,7 @@ def test_answers_of_a_piece_run_together() -> None:
 def test_half_of_a_range_can_be_taken_by_others() -> None:
     """In the end nothing that one lane has waits long while another one has nothing."""
     own = [FakeLane(num_running=1000), FakeLane(num_running=1000)]
-    found, _ = handout(600, own)
+    found = handout(600, own)
     counts = []
     for _ in range(6):
         counts.append(len(handed(found)[0]))
@@ -93,7 +84,7 @@ def test_half_of_a_range_can_be_taken_by_others() -> None:
 def test_lanes_get_theirs_in_turns() -> None:
     """None waits for its first pieces until others have all of theirs, and none takes from others meanwhile."""
     ranges = Shards(Pieces.alike(600), np.array([0, 100, 300, 600]))
-    found = Handout(Dispatch(ranges), [FakeLane() for _ in range(3)], 1000, Clock())
+    found = Handout(Dispatch(ranges), [FakeLane() for _ in range(3)], 1000)
     turns = [(lane, len(pieces)) for lane, pieces in found.next()]
     at_once = lanes.HANDED_AT_ONCE
     left, expected = [100, 200, 300], []
@@ -107,7 +98,7 @@ def test_lanes_get_theirs_in_turns() -> None:
 
 def test_a_lane_that_is_lost_between_its_turns_gets_no_more() -> None:
     own = [FakeLane(), FakeLane()]
-    found, _ = handout(1000, own, first=1000)
+    found = handout(1000, own, first=1000)
     given = []
     for lane, pieces in found.next():
         given += pieces if lane == 0 else []
@@ -118,7 +109,7 @@ def test_a_lane_that_is_lost_between_its_turns_gets_no_more() -> None:
 @pytest.mark.parametrize("state", ["is gone", "starts"])
 def test_others_take_the_pieces_of_a_lane_that_is_gone_or_starts(state: str) -> None:
     own = [FakeLane(is_ready=False), FakeLane()]
-    found, _ = handout(8, own)
+    found = handout(8, own)
     assert dict(found.next()) == {1: [4, 5, 6, 7]}
     for piece in (4, 5, 6, 7):
         found.end(1, piece)
@@ -133,7 +124,7 @@ def test_others_take_the_pieces_of_a_lane_that_is_gone_or_starts(state: str) -> 
 
 def test_what_is_lost_comes_again() -> None:
     own = [FakeLane()]
-    found, _ = handout(3, own)
+    found = handout(3, own)
     assert dict(found.next()) == {0: [0, 1, 2]}
     found.end(0, 1)
     assert not found.lose(0, [1, 2])

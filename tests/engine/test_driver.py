@@ -80,9 +80,9 @@ def test_every_call_takes_priorities() -> None:
     parts = simulated_parts(ConstantRunner(ord("x")), RunLimits(400, 8), 40, vocab_size=256, tokenizer=letters())
     submit_all, seen = parts.engine.submit_all, []
 
-    def watched(requests: list[Request], *, in_order: bool = False) -> list[Answer]:
+    def watched(requests: list[Request], **options: Any) -> list[Answer]:
         seen.extend(request.priority for request in requests)
-        return submit_all(requests, in_order=in_order)
+        return submit_all(requests, **options)
 
     parts.engine.submit_all = watched  # type: ignore[method-assign]
     with Runtime.from_parts(parts) as runtime:

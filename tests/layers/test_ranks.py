@@ -13,12 +13,15 @@ from layers.moe import SparseMoE
 from layers.norm import GatedRMSNorm, JointRMSNorm, RMSNorm
 from layers.placement import Placement
 from layers.products import Product, same_bits
-from layers.ranks import ALONE, Ranks
+from layers.ranks import ALONE, RankPart, Ranks
 from layers.vocabulary import Embedding, LogitsHead
 from layers.weight import Weight
 from tests.support.interpreter import require_interpreter
 from tests.support.ranks import on_ranks
-from triton_ops.norms.rms_norm import add_rms_norm
+from tests.triton_ops.ranks.test_peer_sum import memory_of
+from triton_ops.activations.quantised_rows import QuantisedRows
+from triton_ops.norms.rms_norm import add_rms_norm, quantised_rms_norm
+from triton_ops.ranks.peer_sum import PeerSum
 
 PLACEMENT = Placement(torch.float32, torch.device("cpu"))
 SIZES = pytest.mark.parametrize("size", [2, 4])
@@ -151,6 +154,12 @@ class Peers:
         self.calls.append("norm")
         return add_rms_norm(self.ranks.summed(part), residual, weight, eps)
 
+    def quantised_rms_norm(
+        self, part: Tensor, residual: Tensor, weight: Tensor, eps: float, *, groups: bool
+    ) -> tuple[QuantisedRows, Tensor]:
+        self.calls.append("quantised")
+        return quantised_rms_norm(self.ranks.summed(part), residual, weight, eps, groups=groups)
+
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_norm_sums_parts(mixed: bool) -> None:
@@ -192,7 +201,7 @@ def test_a_norm_sums_parts(mixed: bool) -> None:
         return found, peers.calls
 
     first, second = on_ranks(2, work)
-    assert first[1] == second[1] == ["sum", "norm", "sum", "sum", "sum"]
+    assert first[1] == second[1] == ["sum", "norm", "quantised", "sum", "sum"]
     for found, expected in zip(first[0][::2], first[0][1::2], strict=True):
         assert all(map(torch.equal, found, expected))
     for own, other in zip(first[0], second[0], strict=True):
@@ -321,3 +330,24 @@ def test_a_gated_norm_of_groups_that_ranks_have_whole_or_in_parts(num_groups: in
     squares = (x * torch.nn.functional.silu(gate)).unflatten(1, (num_groups, -1)).square().mean(-1, keepdim=True)
     factors = torch.rsqrt(squares + 0.1).expand(-1, -1, 32 // num_groups).flatten(1)
     torch.testing.assert_close(expected, x * torch.nn.functional.silu(gate) * factors * alone.weight)
+
+
+@pytest.mark.parametrize(("size", "groups"), [(256, False), (256, True), (64, False), (64, True)])
+def test_a_norm_that_quantises_sums_in_its_kernel(
+    size: int, groups: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for groups of shorter rows than a group."""
+    require_interpreter()
+    (memory,) = memory_of(1, 2**14, torch.device("cpu"))
+    norm = RMSNorm(size, 1e-6, placement=replace(PLACEMENT, impl="triton"))
+    norm.weight.data.copy_(random(size))
+    part, residual, sums = random(5, size, seed=1), random(5, size, seed=2), list[Tensor]()
+    expected, total = norm.quantised(part.clone(), residual, groups=groups)
+    summed = PeerSum.__call__
+    monkeypatch.setattr(PeerSum, "__call__", lambda peers, own: sums.append(own) or summed(peers, own))
+    rank_part = RankPart(part, PeerSum(memory, patience=1, traps=False))
+    rows, also_total = norm.quantised(rank_part, residual, groups=groups)
+    assert torch.equal(also_total, total)
+    assert torch.equal(rows.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+    assert torch.equal(rows.scale, expected.scale)
+    assert len(sums) == (size == 64 and groups)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,16 +68,18 @@ def test_prompts_stand_in_lexicographic_order(prompts: list[list[int]]) -> None:
 
 @given(
     prompts=prompt_lists(),
-    windows=st.sampled_from([(4,), (4, 5, 8), (8, 16)]),
+    window=st.sampled_from([1, 4, 16]),
+    ordered_by=st.sampled_from([1, 3, 20]),
     block=st.sampled_from([1, 3, 512]),
     cells=st.sampled_from([1, 8, 64]),
     rows=st.sampled_from([1, 4]),
 )
 def test_however_they_are_compared(
-    prompts: list[list[int]], windows: tuple[int, ...], block: int, cells: int, rows: int
+    prompts: list[list[int]], window: int, ordered_by: int, block: int, cells: int, rows: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ordering, "WINDOWS", windows)
+        patch.setattr(ordering, "WINDOW", window)
+        patch.setattr(ordering, "SORTED", ordered_by)
         patch.setattr(ordering, "BLOCK", block)
         patch.setattr(ordering, "CELLS", cells)
         patch.setattr(ordering, "ROWS", rows)
@@ -105,7 +106,7 @@ def test_prompts_that_agree_for_long_part_where_the_first_of_them_does(
 ) -> None:
     listed = [[5] * 10 + [1] * length + [token] * bool(token) for length, token in prompts]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ordering, "WINDOWS", (4,))
+        patch.setattr(ordering, "WINDOW", 4)
         patch.setattr(ordering, "BLOCK", block)
         check_order(listed, order_of(listed))
 
@@ -115,14 +116,13 @@ def test_what_is_read_one_by_one_is_forgotten(monkeypatch: pytest.MonkeyPatch) -
     head = list(range(1000))
     store = TokenStore.of([head + [n % 7] * (n % 3) for n in range(50)])
     reads: list[list[int]] = [[]]
-    agree = ordering._Sorting._agree
+    count = ordering._Sorting._count
 
-    def read(self: ordering._Sorting, first: npt.NDArray[np.uint32], place: int) -> int:
-        found = agree(self, first, place)
-        reads[-1].append(len(first))
-        return found
+    def counted(self: ordering._Sorting, num_read: int) -> None:
+        count(self, num_read)
+        reads[-1].append(num_read)
 
-    monkeypatch.setattr(ordering._Sorting, "_agree", read)
+    monkeypatch.setattr(ordering._Sorting, "_count", counted)
     monkeypatch.setattr(ordering, "REGION", 5000)
     prefix_order(store.tokens, store.offsets[:-1], store.offsets[1:], lambda: reads.append([]))
     # The first one after each is read when it has been forgotten.

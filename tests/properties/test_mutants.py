@@ -466,8 +466,8 @@ def rank_by_the_match_alone(patch: pytest.MonkeyPatch) -> None:
 def ignore_the_priority(patch: pytest.MonkeyPatch) -> None:
     submit_all = Scheduler.submit_all
 
-    def by_arrival(self: Scheduler, requests: Iterable[Request], *, in_order: bool = False) -> list[Answer]:
-        answers = submit_all(self, requests, in_order=in_order)
+    def by_arrival(self: Scheduler, requests: Iterable[Request], **options: Any) -> list[Answer]:
+        answers = submit_all(self, requests, **options)
         self.waiting.sort(key=lambda answer: answer.arrival)
         return answers
 

@@ -9,7 +9,8 @@ import torch
 
 from radixrt.ranks.group import Shape, joined, store_at, waiting_store
 from tests.triton_ops.ranks.test_peer_sum import total_of
-from triton_ops.norms.rms_norm import add_rms_norm
+from triton_ops.activations.quantised_rows import QuantisedRows
+from triton_ops.norms.rms_norm import add_rms_norm, quantised_rms_norm
 from triton_ops.ranks.peer_sum import PeerSum
 
 NUM_CARDS = torch.cuda.device_count()
@@ -21,9 +22,16 @@ pytestmark = [
 ]
 
 
+KINDS = ("alone", "normed", "by row", "in groups")
+
+
+def told(rows: QuantisedRows, total: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return rows.codes.view(torch.uint8), rows.scale, total
+
+
 def check_sums(rank: int, port: int, size: int) -> None:
-    """Of shapes at random, launched one after the other, in one shot and in two, with and without the norm: all
-    to the bit.
+    """Of shapes at random, launched one after the other, in one shot and in two, without the norm, with it and
+    quantised: all to the bit.
     """
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
@@ -36,7 +44,7 @@ def check_sums(rank: int, port: int, size: int) -> None:
     def parts_of(shape: tuple[int, int]) -> list[torch.Tensor]:
         return [torch.randn(shape, generator=generator, device=device).bfloat16() for _ in range(size)]
 
-    sizes = [(rows, width) for rows in (1, 2, 3, 17, 64, 257) for width in (64, 1000, 4096, 5120, 8192)]
+    sizes = [(rows, width) for rows in (1, 2, 3, 17, 64, 257) for width in (128, 1000, 4096, 5120, 8192)]
     sizes += [(512, 8192), (1024, 8192)]
     for _ in range(4):
         shapes = choices.choices(sizes, k=30)
@@ -45,16 +53,23 @@ def check_sums(rank: int, port: int, size: int) -> None:
         found = []
         for of_ranks in parts:
             way, part = choices.choice(ways), of_ranks[rank]
-            if choices.random() < 0.5:
-                found.append((way(part.clone()),))
+            ones, kind = (part.new_ones(part.shape), part.new_ones(part.shape[1]), 1e-6), choices.choice(KINDS)
+            if kind == "alone":
+                result = (way(part.clone()),)
+            elif kind == "normed":
+                result = way.add_rms_norm(part, *ones)
             else:
-                found.append(way.add_rms_norm(part, part.new_ones(part.shape), part.new_ones(part.shape[1]), 1e-6))
-        for of_ranks, got in zip(parts, found, strict=True):
+                result = told(*way.quantised_rms_norm(part, *ones, groups=kind == "in groups"))
+            found.append((kind, result))
+        for of_ranks, (kind, got) in zip(parts, found, strict=True):
             total = total_of(of_ranks)
-            expected = (total,)
-            if len(got) == 2:
-                expected = add_rms_norm(total, torch.ones_like(total), torch.ones_like(total[0]), 1e-6)
-            assert all(map(torch.equal, got, expected)), total.shape
+            ones, expected = (torch.ones_like(total), torch.ones_like(total[0]), 1e-6), (total,)
+            if kind == "normed":
+                expected = add_rms_norm(total, *ones)
+            elif kind != "alone":
+                expected = told(*quantised_rms_norm(total, *ones, groups=kind == "in groups"))
+            assert all(map(torch.equal, got, expected)), (kind, total.shape)
+            assert len(got) == len(expected)
     assert not own.has_given_up
     group.least(1)  # none ends before the others have read what it holds
 

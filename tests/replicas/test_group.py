@@ -15,12 +15,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from radixrt.errors import DeviceLostError, ParameterError, PassError, PromptError, RadixrtError
-from radixrt.output import RequestOutput
+from radixrt.listed import demands_of
+from radixrt.output import CompletionOutput, FinishReason, RequestOutput, Usage
 from radixrt.replicas.group import ReplicaGroup
-from radixrt.replicas.listed import demands_of
+from radixrt.replicas.messages import ended_message, state_as_json
 from radixrt.replicas.replica import MAX_RESTARTS, Replica
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
+from radixrt.schedule.activity import Activity
 from radixrt.schedule.booking import Booking
 from radixrt.schedule.request import Request
 from tests.support.local_replicas import Killed, LocalLink, LocalLinks
@@ -719,3 +721,52 @@ def test_a_batch_goes_on_with_another_number(batch: tuple[Path, list[Any]], tmp_
         report = group.run_batch(source, output)
     assert records(output) == expected
     assert 0 < report.kept < 60
+
+
+class SaidLink(LocalLink):
+    """Says what a test puts into `said`."""
+
+    def __init__(self) -> None:
+        super().__init__(simulated_runtime())
+
+    def says(self, decoded: int, *ended: RequestOutput) -> None:
+        state = state_as_json(Activity(decoded_tokens=decoded), simulated_runtime().cache_stats(), 1)
+        self.said.append(ended_message(ended, {"begun": [], **state}))
+
+
+def test_progress_is_of_what_has_not_ended() -> None:
+    """By tokens; of this process, and not of what it had ended before."""
+    links, source = LocalLinks(simulated_runtime), simulated_runtime()
+    links.start = lambda number: links.links.setdefault(number, SaidLink())  # type: ignore[method-assign]
+    replica = Replica(0, links, HANG, Clock())
+    requests = [source.prepare([1, 2], replace(PARAMS, n=n)) for n in (1, 2, 3)]
+    link = links.links[0]
+    assert isinstance(link, SaidLink)
+    seen = []
+
+    def says(decoded: int, *ended: RequestOutput) -> None:
+        link.says(decoded, *ended)
+        replica.receive()
+        seen.append(replica.progress)
+
+    link.says(100)  # before this list
+    replica.receive()
+    replica.begin_list()
+    replica.submit(*requests[:2])  # 6 and 12 tokens, at most
+    says(109)
+    answer = CompletionOutput(0, "", (1, 2, 3, 4), FinishReason.STOP)
+    usage = Usage(prompt_tokens=2, cached_tokens=0, computed_tokens=2, completion_tokens=4)
+    says(109, replace(RequestOutput.refused(0, "", requests[0].id), outputs=(answer,), usage=usage))
+    replica.submit(requests[2])
+    says(111)
+    assert seen == [9 / 18, 5 / 12, 7 / 30]
+    link.crash()
+    del links.links[0]
+    assert len(replica.receive()) == 2
+    replica.submit(*requests[1:2])
+    assert replica.progress == 0.0
+    again = links.links[0]
+    assert isinstance(again, SaidLink)
+    again.says(3)
+    replica.receive()
+    assert replica.progress == 3 / 12

@@ -73,11 +73,13 @@ def messages(sizes: Iterable[int]) -> list[Message]:
 
 
 def test_the_device_gets_work_before_all_requests_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One message where it has none, and then so many requests that no pass wants more."""
-    monkeypatch.setattr(worker, "MADE_AT_ONCE", 5)
+    """One message where it has none, and then so many requests that no pass wants more: the next ones when some of
+    these have begun, which first wait for what the pass in flight computes.
+    """
+    monkeypatch.setattr(worker, "MADE_BEFORE", 5)
     first, *others = messages([2, 3, 2, 4, 1])
     done, tokens = served(monkeypatch, [Message({"config": {}})], [first, *others[:3]], others[3:])
-    assert done[:7] == ["submit 2", "step", "submit 3", "submit 2", "step", "submit 4", "submit 1"]
+    assert done[:8] == ["submit 2", "step", "submit 3", "submit 2", "step", "step", "submit 4", "submit 1"]
     assert list(tokens.values()) == [3] * 12
 
 

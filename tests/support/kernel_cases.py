@@ -912,8 +912,13 @@ def _peer_cases() -> Iterator[KernelCase]:
             few = num_ranks == 2 or (num_ranks == 4 and shots == 2)
             for size in (1024, 5120, 8192):
                 part = torch.empty(64, size, dtype=dtype)
+                is_few = few and size == 1024
                 normed = partial(peers.add_rms_norm, part, part, part[0], 1e-6)
-                yield KernelCase(PeerSum, f"{name}, {size} normed", normed, few and size == 1024)
+                yield KernelCase(PeerSum, f"{name}, {size} normed", normed, is_few)
+                for groups in (False, True) if dtype != torch.float32 else ():
+                    call = partial(peers.quantised_rms_norm, part, part, part[0], 1e-6, groups=groups)
+                    told = f"{name}, {size} quantised {'in groups' if groups else 'by row'}"
+                    yield KernelCase(PeerSum, told, call, is_few, min_capability=FIRST_CAPABILITY)
             yield KernelCase(PeerSum, name, partial(peers, part), few)
 
 

@@ -165,7 +165,7 @@ class _SubmittingEngine(CheckedEngine):
             self.world.abort(answer)
         return self.world.step(launched)  # without a check of everything: `World.check_drained` comes at the end
 
-    def submit_all(self, requests: Sequence[Request], *, in_order: bool = False) -> list[Answer]:
+    def submit_all(self, requests: Sequence[Request], *, in_order: bool = False, **_: Any) -> list[Answer]:
         return self.world.submit_all(requests, in_order=in_order)
 
 

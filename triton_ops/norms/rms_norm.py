@@ -198,7 +198,8 @@ def _rms_norm_kernel(
 ):
     if EARLY:
         gdc_launch_dependents()
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    first_row = tl.program_id(0) * ROWS
+    row = (first_row + tl.arange(0, ROWS))[:, None].to(tl.int64)
     col = tl.arange(0, BLOCK)[None, :]
     mask = (row < num_rows) & (col < SIZE)
     # A pointer for each row: weights are loaded in the rows' layout, and nothing moves between threads.
@@ -234,22 +235,41 @@ def _rms_norm_kernel(
         if not early:
             weight = tl.load(weight_ptr + same, mask=mask, other=0.0)
         normed = weighted(x.to(tl.float32) * scale, weight, dtype, OFFSET)
-        if scale_ptr is None:
-            tl.store(out_ptr + row * SIZE + col, normed, mask=mask)
-        elif GROUPS:
-            grouped = tl.reshape(normed, (ROWS, BLOCK // 128, 128))
-            scales = e4m3_scale(tl.max(finite_sizes(grouped), axis=2, keep_dims=True))
-            nth_row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None, None].to(tl.int64)
-            group = tl.arange(0, BLOCK // 128)[None, :, None]
-            column = group * 128 + tl.arange(0, 128)[None, None, :]
-            num_groups: tl.constexpr = (SIZE + 127) // 128
-            is_row = nth_row < num_rows
-            tl.store(scale_ptr + nth_row * num_groups + group, scales, mask=is_row & (group < num_groups))
-            tl.store(out_ptr + nth_row * SIZE + column, to_e4m3(grouped, scales), mask=is_row & (column < SIZE))
-        else:
-            scales = e4m3_scale(tl.max(finite_sizes(normed), axis=1, keep_dims=True))
-            tl.store(scale_ptr + row, scales, mask=row < num_rows)
-            tl.store(out_ptr + row * SIZE + col, to_e4m3(normed, scales), mask=mask)
+        store_norm(normed, out_ptr, scale_ptr, first_row, num_rows, GROUPS, SIZE, BLOCK, ROWS)
+
+
+@triton.jit
+def store_norm(
+    normed,
+    out_ptr,
+    scale_ptr,
+    first_row,
+    num_rows,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Rows `[ROWS, BLOCK]` from `first_row` on, with a place for scales as `quantise_rows` quantises them."""
+    row = (first_row + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    col = tl.arange(0, BLOCK)[None, :]
+    mask = (row < num_rows) & (col < SIZE)
+    if scale_ptr is None:
+        tl.store(out_ptr + row * SIZE + col, normed, mask=mask)
+    elif GROUPS:
+        grouped = tl.reshape(normed, (ROWS, BLOCK // 128, 128))
+        scales = e4m3_scale(tl.max(finite_sizes(grouped), axis=2, keep_dims=True))
+        nth_row = (first_row + tl.arange(0, ROWS))[:, None, None].to(tl.int64)
+        group = tl.arange(0, BLOCK // 128)[None, :, None]
+        column = group * 128 + tl.arange(0, 128)[None, None, :]
+        num_groups: tl.constexpr = (SIZE + 127) // 128
+        is_row = nth_row < num_rows
+        tl.store(scale_ptr + nth_row * num_groups + group, scales, mask=is_row & (group < num_groups))
+        tl.store(out_ptr + nth_row * SIZE + column, to_e4m3(grouped, scales), mask=is_row & (column < SIZE))
+    else:
+        scales = e4m3_scale(tl.max(finite_sizes(normed), axis=1, keep_dims=True))
+        tl.store(scale_ptr + row, scales, mask=row < num_rows)
+        tl.store(out_ptr + row * SIZE + col, to_e4m3(normed, scales), mask=mask)
 
 
 @triton.jit

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from triton_ops.activations.elementwise import check_residual, check_vector
+from triton_ops.activations.quantised_rows import QuantisedRows
 from triton_ops.implementation import cdiv, next_power_of_2, tl, triton
-from triton_ops.norms.rms_norm import row_scale, weighted
+from triton_ops.norms.rms_norm import row_scale, store_norm, weighted
 from triton_ops.ranks.exchange import end_sum, sum_in_one_shot, sum_in_two_shots
 from triton_ops.tuning import row_blocks
 
@@ -128,12 +129,35 @@ class PeerSum:
         norm, and the sum with the residual. `part` and `residual` are `[num_tokens, size]`, contiguous, `weight`
         is `[size]`, all of one dtype. Raises ValueError where they are not.
         """
+        normed = torch.empty_like(part)
+        return normed, self._normed(part, residual, weight, eps, normed, None)
+
+    def quantised_rms_norm(
+        self, part: Tensor, residual: Tensor, weight: Tensor, eps: float, *, groups: bool
+    ) -> tuple[QuantisedRows, Tensor]:
+        """`triton_ops.norms.rms_norm.quantised_rms_norm` of the sum, as `add_rms_norm`. Rows have at least 128
+        elements where they are quantised in groups.
+        """
+        rows = QuantisedRows.empty(len(part), part.shape[1], part, groups=groups)
+        return rows, self._normed(part, residual, weight, eps, rows.codes, rows.scale, groups=groups)
+
+    def _normed(
+        self,
+        part: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        out: Tensor,
+        scale: Tensor | None,
+        *,
+        groups: bool = False,
+    ) -> Tensor:
+        """Write the norm of the sum with the residual, and scales where it is quantised. Returns that sum."""
         check_residual(residual, part)
         check_vector("weight", weight, part)
         if not residual.is_contiguous():
             raise ValueError("residual must be contiguous")
-        num_rows, size = part.shape
-        normed, total = torch.empty_like(part), torch.empty_like(part)
+        (num_rows, size), total = part.shape, torch.empty_like(part)
         if num_rows:
             # Rows by as many warps as by `add_rms_norm`, so that squares are added in the same order.
             block, rows, num_warps = row_blocks(size, part.dtype)
@@ -145,12 +169,14 @@ class PeerSum:
                 *self._arguments(part, num_programs),
                 residual,
                 weight,
-                normed,
+                out,
+                scale,
                 total,
                 num_rows,
                 eps,
                 **self._constants,
                 TWO_SHOTS=two_shots,
+                GROUPS=groups,
                 STEP=_step_of(tiles * rows * size, part, num_warps),
                 WIDTH=size,
                 BLOCK=block,
@@ -158,7 +184,7 @@ class PeerSum:
                 TILES=tiles,
                 num_warps=num_warps,
             )
-        return normed, total
+        return total
 
     def _takes_two_shots(self, part: Tensor) -> bool:
         return self._size > 2 and part.nbytes > self._two_shots_above
@@ -219,6 +245,7 @@ def _peer_add_rms_norm_kernel(
     residual_ptr,
     weight_ptr,
     out_ptr,
+    scale_ptr,
     sum_ptr,
     num_rows,
     eps,
@@ -226,6 +253,7 @@ def _peer_add_rms_norm_kernel(
     SIZE: tl.constexpr,
     TRAPS: tl.constexpr,
     TWO_SHOTS: tl.constexpr,
+    GROUPS: tl.constexpr,
     STEP: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -240,7 +268,8 @@ def _peer_add_rms_norm_kernel(
             part_ptr, size, addresses_ptr, counters_ptr, most, patience, RANK, SIZE, TRAPS, elements, STEP
         )
     for tile in tl.static_range(TILES):
-        row = ((tl.program_id(0) * TILES + tile) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+        first_row = (tl.program_id(0) * TILES + tile) * ROWS
+        row = (first_row + tl.arange(0, ROWS))[:, None].to(tl.int64)
         col = tl.arange(0, BLOCK)[None, :]
         mask = (row < num_rows) & (col < WIDTH)
         offs = row * WIDTH + col
@@ -256,5 +285,5 @@ def _peer_add_rms_norm_kernel(
         x = (total.to(dtype).to(tl.float32) + other.to(tl.float32)).to(dtype)
         tl.store(sum_ptr + offs, x, mask=mask)
         normed = weighted(x.to(tl.float32) * row_scale(x, eps, WIDTH), weight, dtype, None)
-        tl.store(out_ptr + offs, normed, mask=mask)
+        store_norm(normed, out_ptr, scale_ptr, first_row, num_rows, GROUPS, WIDTH, BLOCK, ROWS)
     end_sum(counters_ptr, num_programs)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.support.interpreter import require_interpreter
-from triton_ops.norms.rms_norm import add_rms_norm
+from triton_ops.norms.rms_norm import add_rms_norm, quantised_rms_norm
 from triton_ops.ranks import peer_sum
 from triton_ops.ranks.peer_sum import PATIENCE, PeerMemory, PeerSum
 
@@ -111,20 +111,28 @@ def test_sums_that_are_normed(
     plain = [[random(1000) for _ in shapes] for _ in range(size)]
     residuals, weights = [random(*shape) for shape in shapes], [random(shape[1]) for shape in shapes]
 
-    def work(peers: PeerSum, rank: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        return [
-            (*peers.add_rms_norm(part, residuals[place], weights[place], 1e-6), peers(plain[rank][place].clone()))
-            for place, part in enumerate(parts[rank])
-        ]
+    def work(peers: PeerSum, rank: int) -> list[tuple[torch.Tensor, ...]]:
+        found = []
+        for place, part in enumerate(parts[rank]):
+            args, results = (part, residuals[place], weights[place], 1e-6), list[torch.Tensor]()
+            for groups in (False, True) if part.shape[1] >= 128 else (False,):
+                rows, total = peers.quantised_rms_norm(*args, groups=groups)
+                results += [rows.codes.view(torch.uint8), rows.scale, total]
+            found.append((*peers.add_rms_norm(*args), peers(plain[rank][place].clone()), *results))
+        return found
 
     found = on_streams(size, 2**18, above, work)
     for place in range(len(shapes)):
         summed = total_of([of_rank[place] for of_rank in parts])
         normed, total = add_rms_norm(summed, residuals[place], weights[place], 1e-6)
         alone = total_of([of_rank[place] for of_rank in plain])
+        expected = [normed, total, alone]
+        for groups in (False, True) if summed.shape[1] >= 128 else (False,):
+            rows, _ = quantised_rms_norm(summed, residuals[place], weights[place], 1e-6, groups=groups)
+            expected += [rows.codes.view(torch.uint8), rows.scale, total]
         for rank in range(size):
-            for got, expected in zip(found[rank][place], (normed, total, alone), strict=True):
-                assert torch.equal(got, expected)
+            assert all(map(torch.equal, found[rank][place], expected))
+            assert len(found[rank][place]) == len(expected)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -174,21 +182,29 @@ def test_two_shots_of_ranks_one_after_the_other(
     residual, weight = parts[0] + 1, parts[1][0] + 1
     total = total_of(parts)
     normed, summed = add_rms_norm(total, residual, weight, 1e-6, impl="triton")
-    for nth, with_norm in enumerate((False, True, False)):
+    groups = len(weight) >= 128
+    rows, _ = quantised_rms_norm(total, residual, weight, 1e-6, groups=groups, impl="triton")
+    for nth, way in enumerate(("alone", "normed", "quantised", "alone")):
         for _ in range(3):
             found = []
             for each, part in zip(memory, parts, strict=True):
                 each.counters.copy_(torch.tensor([nth, 0, 0]))
                 peers = PeerSum(each, patience=1, traps=False, two_shots_above=0)
-                if with_norm:
+                if way == "normed":
                     found.append(peers.add_rms_norm(part, residual, weight, 1e-6))
+                elif way == "quantised":
+                    quantised, of_all = peers.quantised_rms_norm(part, residual, weight, 1e-6, groups=groups)
+                    found.append((quantised.codes.view(torch.uint8), quantised.scale, of_all))
                 else:
                     found.append((peers(part.clone()),))
         for each, got in zip(memory, found, strict=True):
             assert each.counters.tolist() == [nth + 1, 0, 0]
-            assert torch.equal(got[-1], summed if with_norm else total)
-            if with_norm:
+            assert torch.equal(got[-1], total if way == "alone" else summed)
+            if way == "normed":
                 assert torch.equal(got[0], normed)
+            if way == "quantised":
+                assert torch.equal(got[0], rows.codes.view(torch.uint8))
+                assert torch.equal(got[1], rows.scale)
 
 
 def test_in_two_shots_a_rank_writes_nothing_else(kernel_device: torch.device) -> None:

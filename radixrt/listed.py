@@ -1,0 +1,238 @@
+"""The requests of a list of prompts, each made when it is first wanted: a device begins before all are there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeGuard, cast, overload
+
+import numpy as np
+
+from radixrt.arrays import Int32Array, Int64Array
+from radixrt.errors import ParameterError, PromptError
+from radixrt.frontend.request_builder import (
+    OnError,
+    Params,
+    Prompt,
+    RequestBuilder,
+    one_each,
+    own_ids,
+    read_params,
+)
+from radixrt.output import RequestOutput
+from radixrt.planning.demands import Demands
+from radixrt.planning.prefix_order import prefix_order
+from radixrt.planning.token_store import TokenStore
+from radixrt.processors import usable_processors
+from radixrt.sampling_params import SamplingParams
+from radixrt.schedule.request import LateRequests, Request
+
+COPIED_AT_ONCE = 1 << 20  # tokens, by a thread: fewer take less time than to start one
+MOST_THREADS = 8
+_INT32 = np.dtype(np.int32)
+
+
+FEWEST = 64  # prompts: requests for fewer are made at once
+
+
+def listed_requests(
+    builder: RequestBuilder,
+    prompts: Sequence[Prompt],
+    params: Params | Iterable[Params],
+    many: bool,
+    tenant: str | None,
+    request_ids: str | Iterable[str] | None,
+    on_error: OnError,
+    priority: int | Iterable[int] = 0,
+    call: int = 0,
+) -> tuple[list[RequestOutput], Sequence[Request]]:
+    """What `RequestBuilder.build_all` makes or raises. Those of a long list without errors are `Listed`."""
+    is_long = many and len(prompts) >= FEWEST and not isinstance(priority, Iterable)
+    if not is_long or on_error not in ("raise", "return"):
+        return builder.build_all(prompts, params, many, tenant, request_ids, on_error, priority, call=call)
+    given = list(one_each(params, len(prompts), many))  # some can be read once only
+    own = list(own_ids(request_ids, len(prompts), many).values())
+    read = list(prompts)  # token ids in the place of each once they are known: nothing is encoded twice
+    found = _all_sound(builder, read, given, tenant, own, cast("int", priority), call)
+    if found is not None:
+        return [], found
+    return builder.build_all(read, given, many, tenant, own or None, on_error, priority, call=call)
+
+
+def store_of(requests: Sequence[Request]) -> tuple[TokenStore, Demands]:
+    """The prompts of requests, and what they ask for: what a plan must know of them."""
+    if isinstance(requests, Listed):
+        return requests.store, requests.demands
+    return TokenStore.of(request.prompt_ids for request in requests), demands_of(requests)
+
+
+def demands_of(requests: Sequence[Request]) -> Demands:
+    """What requests ask for, if each answer has its maximum of tokens."""
+    lengths = np.array([request.prompt_len for request in requests], np.int64)
+    return Demands.of(
+        lengths,
+        np.array([request.max_new_tokens for request in requests], np.int64),
+        np.array([request.params.n for request in requests], np.int64),
+        np.array([request.params.match_limit(request.prompt_len) for request in requests], np.int64),
+    )
+
+
+def _all_sound(
+    builder: RequestBuilder,
+    prompts: list[Prompt],
+    params: Sequence[Params],
+    tenant: str | None,
+    own: Sequence[str],
+    priority: int,
+    call: int,
+) -> Listed | None:
+    """The requests of a list without errors. None where there is one, or might be. `prompts` become token ids."""
+    try:
+        kinds, kind = _kinds(builder, params)
+        if any(each.truncate_prompt_tokens is not None or each.prompt_logprobs is not None for each in kinds):
+            return None  # what these allow depends on each prompt
+        for i, prompt in enumerate(prompts):
+            if not _is_plain(prompt):
+                prompts[i] = builder.token_ids(prompt)
+        ids = cast("list[Int32Array]", prompts)
+        lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+        # Of those with equal parameters, what the longest one may do the others may, too.
+        by_kind = np.lexsort((lengths, kind))
+        longest = by_kind[np.append(np.flatnonzero(np.diff(kind[by_kind])), len(kind) - 1)]
+        models = [
+            builder.build(ids[i], each, index=i, tenant=tenant, priority=priority, call=call)
+            for i, each in zip(longest.tolist(), kinds, strict=True)
+        ]
+    except (PromptError, ParameterError):
+        return None
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    tokens, greatest = _joined(ids, offsets)
+    if greatest >= builder.config.vocab_size:
+        return None
+    most = np.array([each.max_new_tokens for each in kinds], np.int64)[kind]
+    num_answers = np.array([each.n for each in kinds], np.int64)[kind]
+    demands = Demands.of(lengths, np.minimum(most, builder.context_length - lengths), num_answers)
+    store, request_ids = TokenStore(tokens, offsets), own or builder.new_ids(len(ids))
+    return Listed(builder, store, demands, models, kind.tolist(), request_ids, call)
+
+
+def _kinds(builder: RequestBuilder, params: Sequence[Params]) -> tuple[list[SamplingParams], Int64Array]:
+    """Distinct parameters, and which of them each prompt has, `[N]`."""
+    kinds: list[SamplingParams] = []
+    which: list[int] = []
+    by_identity: dict[int, int] = {}  # of what was given
+    by_value: dict[SamplingParams, int] = {}
+    before, last = -1, dict[str, object]()  # the latest: to compare with it is faster than a hash
+    for given in params:
+        place = by_identity.get(id(given))
+        if place is None:
+            own = read_params(given, builder.defaults)
+            place = before
+            if vars(own) != last:
+                place, last = by_value.setdefault(own, len(kinds)), vars(own)
+                if place == len(kinds):
+                    kinds.append(own)
+            before = by_identity[id(given)] = place
+        which.append(place)
+    return kinds, np.array(which, np.int64)
+
+
+def _is_plain(prompt: object) -> TypeGuard[Int32Array]:
+    """Whether a prompt is token ids as they are kept."""
+    return isinstance(prompt, np.ndarray) and prompt.dtype == _INT32 and prompt.ndim == 1 and len(prompt) > 0
+
+
+def _joined(ids: Sequence[Int32Array], offsets: Int64Array) -> tuple[Int32Array, int]:
+    """A copy of all ids, one after the other, and the greatest; negative ones count as greater than all others."""
+    tokens = np.empty(int(offsets[-1]), np.int32)
+    bounds = np.searchsorted(offsets, np.arange(0, len(tokens), COPIED_AT_ONCE)[1:])
+    bounds = np.unique(np.concatenate([[0], bounds, [len(ids)]]))
+
+    def copy(begin: int, end: int) -> int:
+        own = tokens[offsets[begin] : offsets[end]]
+        np.concatenate(ids[begin:end], out=own)
+        return int(own.view(np.uint32).max())
+
+    parts = bounds[:-1].tolist(), bounds[1:].tolist()
+    if len(bounds) == 2:
+        return tokens, copy(0, len(ids))
+    with ThreadPoolExecutor(min(MOST_THREADS, usable_processors())) as threads:
+        return tokens, max(threads.map(copy, *parts))
+
+
+class Listed(LateRequests):
+    """Requests of N prompts; each is like a model with its parameters.
+
+    Attributes:
+        store, demands: the prompts, and what they ask for, if each answer has its maximum of tokens.
+    """
+
+    def __init__(
+        self,
+        builder: RequestBuilder,
+        store: TokenStore,
+        demands: Demands,
+        models: Sequence[Request],
+        kind: Sequence[int],
+        ids: Sequence[int | str],
+        call: int,
+    ) -> None:
+        self._builder, self.store, self.demands, self._models, self._kind = builder, store, demands, models, kind
+        self._ids, self._call = ids, call
+        self.priority = models[0].priority
+        self._made: list[Request | None] = [None] * len(kind)
+
+    @property
+    def ids(self) -> Sequence[int | str]:
+        return self._ids
+
+    def __len__(self) -> int:
+        return len(self._kind)
+
+    @overload
+    def __getitem__(self, index: int) -> Request: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Request]: ...
+
+    def __getitem__(self, index: int | slice) -> Request | Sequence[Request]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        made = self._made[index]
+        if made is None:
+            index %= len(self)
+            model, ids = self._models[self._kind[index]], self.store[index].copy()  # outputs keep it
+            made = self._builder.alike(model, ids, index, self._call, self._ids[index])
+            self._made[index] = made
+        return made
+
+    def in_order(self) -> LateRequests:
+        """In lexicographic order of their tokens."""
+        offsets = self.store.offsets
+        return _Ordered(self, prefix_order(self.store.tokens, offsets[:-1], offsets[1:]).order.tolist())
+
+
+class _Ordered(LateRequests):
+    """Late requests in another order."""
+
+    def __init__(self, requests: LateRequests, order: Sequence[int]) -> None:
+        self._requests, self._order, self.priority = requests, order, requests.priority
+
+    @property
+    def ids(self) -> Sequence[int | str]:
+        ids = self._requests.ids
+        return [ids[i] for i in self._order]
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @overload
+    def __getitem__(self, index: int) -> Request: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Request]: ...
+
+    def __getitem__(self, index: int | slice) -> Request | Sequence[Request]:
+        if isinstance(index, slice):
+            return [self._requests[i] for i in self._order[index]]
+        return self._requests[self._order[index]]

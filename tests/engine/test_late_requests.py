@@ -1,0 +1,137 @@
+"""Requests of a long list, made while others run: callers see the same as if all were there from the beginning."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from radixrt import FinishReason, ParameterError, RunLimits, Runtime, listed
+from radixrt import SamplingParams as Params
+from radixrt.engine.engine import Engine
+from radixrt.frontend.request_builder import RequestBuilder
+from radixrt.planning.simulated import ConstantRunner, simulated_parts
+from radixrt.schedule.admission import MAX_LOOK_AHEAD
+from radixrt.schedule.passes import Pass
+from radixrt.schedule.policy import SchedulePolicy
+from radixrt.schedule.scheduler import Scheduler
+
+SHORT = Params(max_new_tokens=2, ignore_eos=True)
+
+
+class NotedRunner(ConstantRunner):
+    """Notes the last prompt token of each row of each pass, and calls a function before each."""
+
+    def __init__(self, before: Callable[[int], object] = lambda nth: None) -> None:
+        super().__init__()
+        self.passes, self._before = list[list[int]](), before
+
+    def launch(self, pass_: Pass) -> Pass:
+        self._before(len(self.passes))
+        self.passes.append([*pass_.prefix_lens.tolist(), -1, *pass_.input_ids.tolist()])
+        return pass_
+
+
+def many(runner: NotedRunner, policy: SchedulePolicy = SchedulePolicy.LPM) -> Runtime:
+    """A Runtime of 50 requests at once, which looks at the first 100 of those that wait, and some beyond."""
+    limits = RunLimits(4000, 50, 400)
+    parts = simulated_parts(runner, limits, 40, vocab_size=256)
+    config = replace(parts.scheduler.config, max_ranked=100, policy=policy)
+    engine = Engine(Scheduler(parts.cache, config), runner)
+    return Runtime.from_parts(replace(parts, engine=engine))
+
+
+def prompts_of(count: int) -> list[list[int]]:
+    """Prompts of all lengths up to 15 in no order, which share much or nothing, and are the same now and then."""
+    draws = random.Random(count)
+    heads = [[draws.randrange(4) for _ in range(draws.randrange(1, 8))] for _ in range(20)]
+    return [
+        [*draws.choice(heads), *(draws.randrange(3) for _ in range(draws.randrange(1, 8)))] for _ in range(count)
+    ]
+
+
+def is_empty(runtime: Runtime) -> bool:
+    """Whether no request waits or holds anything."""
+    stats, cache = runtime.cache_stats(), runtime.parts.cache
+    is_held = stats.locked or stats.private or stats.pending or cache.leases
+    return not (runtime.has_work or runtime.num_waiting or runtime.num_running or is_held)
+
+
+@pytest.mark.parametrize("policy", SchedulePolicy)
+def test_requests_that_are_made_late_run_as_if_all_had_been_there(
+    monkeypatch: pytest.MonkeyPatch, policy: SchedulePolicy
+) -> None:
+    prompts, made = prompts_of(1000), list[int]()
+    params = [Params(max_new_tokens=1 + index % 5) for index in range(len(prompts))]
+    alike = RequestBuilder.alike
+    monkeypatch.setattr(RequestBuilder, "alike", lambda *given: made.append(0) or alike(*given))
+    runner = NotedRunner(lambda nth: made.append(0) if nth else at_first.append(len(made)))
+    at_first: list[int] = []
+    with many(runner, policy) as runtime:
+        late = runtime.generate(prompts, params)
+    assert at_first == [100 + MAX_LOOK_AHEAD]
+    monkeypatch.setattr(listed, "FEWEST", 10**9)
+    other = NotedRunner()
+    with many(other, policy) as runtime:
+        at_once = runtime.generate(prompts, params)
+    assert runner.passes == other.passes
+    assert [output.usage for output in late] == [output.usage for output in at_once]
+
+
+def test_calls_beside_a_list_whose_requests_are_made_late() -> None:
+    """Later ones are as urgent as they say."""
+    prompts = prompts_of(1000)
+    with many(NotedRunner()) as runtime:
+        outputs = runtime.generate_iter(prompts, SHORT, priority=2)
+        found = [next(outputs)]
+        assert runtime.num_waiting > 800
+        runtime.generate([9], SHORT, priority=1)
+        assert runtime.num_waiting > 700, "it did not wait for the list"
+        found += outputs
+        assert sorted(output.index for output in found) == list(range(1000))
+        assert is_empty(runtime)
+
+
+def test_what_wants_nothing_to_run_waits_for_all_of_a_list() -> None:
+    with many(NotedRunner()) as runtime:
+        outputs = runtime.generate_iter(prompts_of(1000), SHORT)
+        next(outputs)
+        assert runtime.num_waiting > 800
+        runtime.identity()
+        assert not runtime.has_work
+        assert len(list(outputs)) == 999
+
+
+def test_a_list_goes_before_what_is_less_urgent() -> None:
+    with many(NotedRunner()) as runtime:
+        runtime.submit(*(runtime.prepare([1, 2, 3], SHORT, priority=5) for _ in range(600)))
+        runtime.step()
+        runtime.generate(prompts_of(500), SHORT)
+        assert runtime.num_waiting > 450
+
+
+def test_a_list_that_is_left_early_is_gone() -> None:
+    with many(NotedRunner()) as runtime:
+        for _ in runtime.generate_iter(prompts_of(1000), SHORT):
+            break
+        assert is_empty(runtime)
+        prompts = prompts_of(1000)
+        last = max(range(1000), key=lambda index: prompts[index])
+        outputs = runtime.generate_iter(prompts, SHORT, request_ids=[f"own {n}" for n in range(1000)])
+        first = next(outputs)
+        with pytest.raises(ParameterError, match=f"request id 'own {last}' is that of another request"):
+            runtime.generate([1], SHORT, request_ids=f"own {last}")
+        later = [f"own {n}" for n in range(500, 1000) if f"own {n}" != first.id]
+        ended = [runtime.abort(own_id) for own_id in later]
+        rest: dict[int | str, FinishReason] = {}
+        waiting: list[int] = []
+        for output in outputs:
+            rest[output.id] = output.finish_reason
+            waiting.append(runtime.num_waiting)
+        assert min(waiting[:200]) < 500, "they end with the next step"
+        assert [rest[own_id] is FinishReason.ABORT for own_id, is_new in zip(later, ended, strict=True) if is_new]
+        assert len(rest) == 999
+        assert list(rest.values()).count(FinishReason.ABORT) == sum(ended)
+        assert is_empty(runtime)
