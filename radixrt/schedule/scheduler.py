@@ -113,8 +113,8 @@ class Scheduler:
         those that share a prefix come one after the other, which wants the least memory for the most hits (Zheng
         et al. 2024, theorem 3.1). With `is_sorted` they are in that order already. With `in_order` they are served
         first come, first served, as they are given. Those of a lower `priority` go first all the same.
-        `submitted_at`: seconds of time.perf_counter; None: now. `arrival`: of the first, from `new_arrivals`; None:
-        the next one.
+        `submitted_at`: seconds of time.perf_counter; None: now. `arrival`: the first, of `new_arrivals`; None: the
+        next one.
         Raises ValueError where one can never run: see `refusal`.
         """
         requests = list(requests)
