@@ -5,17 +5,21 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
+from weakref import ref
 
 import pytest
 
 from radixrt import FinishReason, ParameterError, RunLimits, Runtime, listed
 from radixrt import SamplingParams as Params
+from radixrt.arrays import Int32Array
 from radixrt.engine.engine import Engine
 from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.planning.simulated import ConstantRunner, simulated_parts
 from radixrt.schedule.admission import MAX_LOOK_AHEAD
 from radixrt.schedule.passes import Pass
 from radixrt.schedule.policy import SchedulePolicy
+from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
 
 SHORT = Params(max_new_tokens=2, ignore_eos=True)
@@ -93,6 +97,22 @@ def test_calls_beside_a_list_whose_requests_are_made_late() -> None:
         found += outputs
         assert sorted(output.index for output in found) == list(range(1000))
         assert is_empty(runtime)
+
+
+@pytest.mark.parametrize("policy", SchedulePolicy)
+def test_late_requests_are_not_kept(policy: SchedulePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not until the last of a list is made, once their outputs are taken."""
+    prompts, alike = list[ref[Int32Array]](), RequestBuilder.alike
+
+    def noted(*given: Any) -> Request:
+        request = alike(*given)
+        prompts.append(ref(request.prompt_ids))
+        return request
+
+    monkeypatch.setattr(RequestBuilder, "alike", noted)
+    with many(NotedRunner(), policy) as runtime:
+        for nth, _ in enumerate(runtime.generate_iter(prompts_of(1000), SHORT)):
+            assert nth % 50 or sum(kept() is not None for kept in prompts) < 500, nth
 
 
 def passes_beside_others() -> list[list[int]]:
