@@ -41,11 +41,14 @@ class Turns:
         baton = self._baton = _Baton()
         try:
             with ThreadPoolExecutor(1, "radixrt-half") as thread:
-                other = thread.submit(baton.run, 1, self._as_here(second))
                 try:
+                    other = thread.submit(baton.run, 1, self._as_here(second))
                     own = baton.run(0, first)
                 except _OtherHalfFailedError:
                     other.result()  # raises what that was
+                    raise
+                except BaseException:
+                    baton.fail()  # a Ctrl-C may come before the first half begins
                     raise
                 return own, other.result()
         finally:
@@ -114,6 +117,11 @@ class _Baton:
         finally:
             self._has_ended = True
             self._give(1 - own)
+
+    def fail(self) -> None:
+        """End thread 1, if it has not ended: at once where it waits for a turn."""
+        self._has_failed = self._has_ended = True
+        self._give(1)
 
     def pass_on(self) -> None:
         """Let the other one run, until it passes on or ends."""

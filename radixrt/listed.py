@@ -1,4 +1,4 @@
-"""The requests of a list of prompts, each made when it is first wanted: a device begins before all are there."""
+"""The requests of a list of prompts, each made when it is wanted: a device begins before all are there."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from radixrt.schedule.request import LateRequests, Request
 COPIED_AT_ONCE = 1 << 20  # tokens, by a thread: fewer take less time than to start one
 MOST_THREADS = 8
 _INT32 = np.dtype(np.int32)
-
 
 FEWEST = 64  # prompts: requests for fewer are made at once
 
@@ -161,7 +160,7 @@ def _joined(ids: Sequence[Int32Array], offsets: Int64Array) -> tuple[Int32Array,
 
 
 class Listed(LateRequests):
-    """Requests of N prompts; each is like a model with its parameters.
+    """Requests of N prompts; each is like a model with its parameters, and none is kept here.
 
     Attributes:
         store, demands: the prompts, and what they ask for, if each answer has its maximum of tokens.
@@ -180,7 +179,6 @@ class Listed(LateRequests):
         self._builder, self.store, self.demands, self._models, self._kind = builder, store, demands, models, kind
         self._ids, self._call = ids, call
         self.priority = models[0].priority
-        self._made: list[Request | None] = [None] * len(kind)
 
     @property
     def ids(self) -> Sequence[int | str]:
@@ -198,13 +196,9 @@ class Listed(LateRequests):
     def __getitem__(self, index: int | slice) -> Request | Sequence[Request]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        made = self._made[index]
-        if made is None:
-            index %= len(self)
-            model, ids = self._models[self._kind[index]], self.store[index].copy()  # outputs keep it
-            made = self._builder.alike(model, ids, index, self._call, self._ids[index])
-            self._made[index] = made
-        return made
+        index = range(len(self))[index]  # of negative ones, too, or IndexError
+        model, ids = self._models[self._kind[index]], self.store[index].copy()  # outputs keep it
+        return self._builder.alike(model, ids, index, self._call, self._ids[index])
 
     def in_order(self) -> LateRequests:
         """In lexicographic order of their tokens."""

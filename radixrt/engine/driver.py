@@ -33,14 +33,16 @@ Call = PendingCall[Any]
 _log = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Submitted:
     """Requests for steps to submit to the engine."""
 
     requests: Sequence[Request]
+    call: Call
     in_order: bool
     at: float  # seconds of time.perf_counter
     done: int = 0  # so many of them are submitted
+    arrival: int | None = None  # of late ones the first one's, once a step has looked at them
 
 
 class Driver:
@@ -141,7 +143,7 @@ class Driver:
             if isinstance(call, StreamCall):
                 self._streams |= dict.fromkeys(ids, call)
             if listed:
-                self._inbox.append(_Submitted(listed, in_order, time.perf_counter()))
+                self._inbox.append(_Submitted(listed, call, in_order, time.perf_counter()))
 
     def abort(self, request_id: int | str) -> bool:
         """See `Runtime.abort`."""
@@ -380,24 +382,31 @@ class Driver:
                         self._wake((*self._asleep, *self._tasks), RadixrtError("the runtime is closed"))
 
     def _submit_inbox(self, engine: Engine, *, late: bool = True) -> None:
-        """Submit what is in the inbox. Of late requests, as many as may be looked at in the next pass, unless
-        others come after them or some are to be ended; with `late=False` all.
+        """Submit what is in the inbox. Of late requests, as many as may be looked at in the next pass, unless some
+        that are not made yet are to be ended; with `late=False` all.
         """
-        while self._inbox:
-            first = self._inbox[0]
-            part, is_late = first.requests, isinstance(first.requests, LateRequests)
-            if isinstance(first.requests, LateRequests):
-                may_wait = late and len(self._inbox) == 1 and not self._aborts
-                count = engine.scheduler.room(first.requests.priority) if may_wait else len(part)
-                part = part[first.done : first.done + count]
-                if not part:
-                    return
-            answers = engine.submit_all(part, in_order=first.in_order, is_sorted=is_late, submitted_at=first.at)
+        for each in tuple(self._inbox):
+            part, is_late = each.requests, isinstance(each.requests, LateRequests)
+            arrival: int | None = None
+            if isinstance(each.requests, LateRequests):
+                if each.arrival is None:
+                    each.arrival = engine.scheduler.new_arrivals(len(part))  # later ones come after all of these
+                arrival, count = each.arrival + each.done, len(part)
+                if late and not self._ends_unmade(each.call):
+                    count = engine.scheduler.room((each.requests.priority, arrival))
+                part = part[each.done : each.done + count]
+            answers = engine.submit_all(
+                part, in_order=each.in_order, is_sorted=is_late, submitted_at=each.at, arrival=arrival
+            )
             for answer in answers:
-                self._calls[answer.request.id].requests[answer.request.id] = answer
-            first.done += len(part)
-            if first.done == len(first.requests):
-                self._inbox.popleft()
+                each.call.requests[answer.request.id] = answer
+            each.done += len(part)
+            if each.done == len(each.requests):
+                self._inbox.remove(each)
+
+    def _ends_unmade(self, call: Call) -> bool:
+        """Whether requests of a call are to be ended that the engine does not have yet."""
+        return any(self._calls.get(name) is call and call.requests[name] is None for name in tuple(self._aborts))
 
     def _aborted(self) -> list[Answer]:
         """Take the answers to end. Aborts of requests that the engine does not have yet stay."""

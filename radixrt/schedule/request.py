@@ -48,7 +48,7 @@ class Request:
 
 
 class LateRequests(Sequence[Request]):
-    """Requests that are known to be sound, each made when it is first wanted.
+    """Requests that are known to be sound, each made whenever it is wanted.
 
     Attributes:
         priority: of all of them.

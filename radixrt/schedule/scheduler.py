@@ -43,7 +43,7 @@ class Scheduler:
         self.waiting, self.retract = admission.waiting, admission.retract
         self.process, self.fail = self._bookkeeper.process, self._bookkeeper.fail
         self.take_forced = self._bookkeeper.take_forced
-        self._arrivals = itertools.count()
+        self._num_arrivals = 0
         # Which answers decode and which extend: found anew after a change of the running ones, after a chunk, and
         # once a decoding answer has launched its last token.
         self._decodes: tuple[Answer, ...] = ()
@@ -96,9 +96,14 @@ class Scheduler:
             if request.max_slots > capacity:
                 raise ValueError(f"request {request.index} {self.refusal(request)}")
 
-    def room(self, priority: int) -> int:
-        """How many more answers of a priority may wait before the next ones are not even looked at."""
-        before = bisect.bisect_right(self.waiting, priority, key=lambda answer: answer.request.priority)
+    def new_arrivals(self, count: int) -> int:
+        """The first of so many `Answer.arrival`s one after the other, for requests that are submitted later."""
+        self._num_arrivals += count
+        return self._num_arrivals - count
+
+    def room(self, place: tuple[int, int]) -> int:
+        """How many answers from an `Answer.place` on may wait before the next ones are not even looked at."""
+        before = bisect.bisect_left(self.waiting, place, key=place_of)
         return max(0, self.config.max_ranked + MAX_LOOK_AHEAD - before)
 
     def submit_all(
@@ -108,6 +113,7 @@ class Scheduler:
         in_order: bool = False,
         is_sorted: bool = False,
         submitted_at: float | None = None,
+        arrival: int | None = None,
     ) -> list[Answer]:
         """Queue requests that are known together, all or none. Returns the first answer of each.
 
@@ -115,7 +121,8 @@ class Scheduler:
         those that share a prefix come one after the other, which wants the least memory for the most hits (Zheng
         et al. 2024, theorem 3.1). With `is_sorted` they are in that order already. With `in_order` they are served
         first come, first served, as they are given. Those of a lower `priority` go first all the same.
-        `submitted_at`: seconds of time.perf_counter; None: now.
+        `submitted_at`: seconds of time.perf_counter; None: now. `arrival`: the first, of `new_arrivals`; None: the
+        next one.
         Raises ValueError where one can never run: see `refusal`.
         """
         requests = list(requests)
@@ -124,15 +131,16 @@ class Scheduler:
         order: Sequence[int] = range(len(requests))
         if self.sorts and not (in_order or is_sorted):
             order = sorted(order, key=lambda i: sort_key(requests[i].prompt_ids))
+        first = self.new_arrivals(len(requests)) if arrival is None else arrival
         queued = [
-            Answer(requests[i], next(self._arrivals), RequestLog(at), in_order, requests[i].first_answer)
-            for i in order
+            Answer(requests[i], number, RequestLog(at), in_order, requests[i].first_answer)
+            for number, i in enumerate(order, first)
         ]
         by_request = dict(zip(order, queued, strict=True))
         at_end = self.waiting[-1:]
         self.waiting.extend(queued)
-        if len({answer.request.priority for answer in (*at_end, *queued)}) > 1:
-            self.waiting.sort(key=lambda answer: answer.request.priority)  # stable: then in order of arrival
+        if any(one.place > other.place for one, other in itertools.pairwise((*at_end, *queued))):
+            self.waiting.sort(key=place_of)
         return [by_request[i] for i in range(len(requests))]
 
     def next_pass(self) -> Booking | None:

@@ -5,20 +5,25 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
+from weakref import ref
 
 import pytest
 
 from radixrt import FinishReason, ParameterError, RunLimits, Runtime, listed
 from radixrt import SamplingParams as Params
+from radixrt.arrays import Int32Array
 from radixrt.engine.engine import Engine
 from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.planning.simulated import ConstantRunner, simulated_parts
 from radixrt.schedule.admission import MAX_LOOK_AHEAD
 from radixrt.schedule.passes import Pass
 from radixrt.schedule.policy import SchedulePolicy
+from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
 
 SHORT = Params(max_new_tokens=2, ignore_eos=True)
+FEW = [[draw % 4, draw % 3] for draw in range(40)]
 
 
 class NotedRunner(ConstantRunner):
@@ -91,6 +96,63 @@ def test_calls_beside_a_list_whose_requests_are_made_late() -> None:
         assert runtime.num_waiting > 700, "it did not wait for the list"
         found += outputs
         assert sorted(output.index for output in found) == list(range(1000))
+        assert is_empty(runtime)
+
+
+@pytest.mark.parametrize("policy", SchedulePolicy)
+def test_late_requests_are_not_kept(policy: SchedulePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not until the last of a list is made, once their outputs are taken."""
+    prompts, alike = list[ref[Int32Array]](), RequestBuilder.alike
+
+    def noted(*given: Any) -> Request:
+        request = alike(*given)
+        prompts.append(ref(request.prompt_ids))
+        return request
+
+    monkeypatch.setattr(RequestBuilder, "alike", noted)
+    with many(NotedRunner(), policy) as runtime:
+        for nth, _ in enumerate(runtime.generate_iter(prompts_of(1000), SHORT)):
+            assert nth % 50 or sum(kept() is not None for kept in prompts) < 500, nth
+
+
+def passes_beside_others() -> list[list[int]]:
+    """Of two lists and of single requests, less urgent, as urgent and more urgent ones, that come one after the
+    other.
+    """
+    runner = NotedRunner()
+    with many(runner) as runtime:
+        lists = []
+        for seed, priority in enumerate((1, 1, 0)):
+            lists.append(runtime.generate_iter(prompts_of(1200 + seed), SHORT, priority=priority))
+            next(lists[-1])
+            runtime.submit(*(runtime.prepare([3, *ids], SHORT, priority=nth % 3) for nth, ids in enumerate(FEW)))
+            runtime.step()
+        for each in lists:
+            assert list(each)
+        while runtime.has_work:
+            runtime.step()
+    return runner.passes
+
+
+def test_late_requests_keep_their_place_before_those_of_later_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = passes_beside_others()
+    monkeypatch.setattr(listed, "FEWEST", 10**9)
+    assert late == passes_beside_others()
+
+
+def test_others_that_come_or_end_have_no_request_made_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step that lets them in would take as long as all the rest of a list."""
+    made, alike = list[int](), RequestBuilder.alike
+    monkeypatch.setattr(RequestBuilder, "alike", lambda *given: made.append(0) or alike(*given))
+    with many(NotedRunner()) as runtime:
+        outputs = runtime.generate_iter(prompts_of(1000), SHORT)
+        next(outputs)
+        runtime.generate([9], SHORT, priority=-1)
+        runtime.submit(other := runtime.prepare([9, 9], SHORT))
+        runtime.abort(other.id)
+        next(outputs)
+        assert len(made) < 600
+        assert len(list(outputs)) == 998
         assert is_empty(runtime)
 
 

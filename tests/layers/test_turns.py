@@ -6,8 +6,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -77,6 +79,22 @@ def test_an_interrupt_of_the_half_that_waits_ends_the_other() -> None:
     with pytest.raises(KeyboardInterrupt):
         turns.computed(half(turns, "a", 2, done), second)
     assert done == ["a0", "sum a0", "b0", "sum b0"]
+
+
+def test_an_interrupt_before_the_first_half_begins_ends_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would wait for its first turn for ever."""
+
+    class Interrupted(ThreadPoolExecutor):
+        def submit(self, *work: Any, **options: Any) -> NoReturn:
+            super().submit(*work, **options)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("layers.turns.ThreadPoolExecutor", Interrupted)
+    turns, done = Turns(CPU), list[str]()
+    with pytest.raises(KeyboardInterrupt):
+        turns.computed(half(turns, "a", 2, done), half(turns, "b", 2, done))
+    assert not done
+    assert not turns.are_taken
 
 
 def test_sums_are_those_of_the_group_and_of_the_same_halves_on_all_ranks() -> None:
