@@ -268,6 +268,7 @@ class Runtime:
         with self._driver.opened(OutputCall(on_error), by_task=True) as call:
             outputs, requests = await self._in_thread(built)
             self._driver.submit(requests, call)
+            del requests  # as in `_iterate`
             while not call.is_over:
                 outputs += await self._driver.async_news(call)
         outputs.sort(key=attrgetter("index"))

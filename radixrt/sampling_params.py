@@ -88,15 +88,10 @@ def _checks_what_is_given(cls: type[T]) -> type[T]:
     def __init__(self: T, *args: Any, **values: Any) -> None:
         if not (SPELLINGS.keys().isdisjoint(values) and NESTED.keys().isdisjoint(values)):
             values = by_field(values)
-        own = vars(self)
         if args or not values.keys() <= _DEFAULTS.keys():
             init(self, *args, **values)  # finds their names, or raises TypeError
-            values = own.copy()
-        own.update(_DEFAULTS)
-        for name, check in _CHECKS.items():
-            if name in values and (value := values[name]) is not _DEFAULTS[name]:
-                own[name] = check(name, value)
-        _check_together(own)
+        else:
+            _take(vars(self), values)
 
     cls.__init__ = __init__  # type: ignore[assignment, method-assign]
     return cls
@@ -206,6 +201,10 @@ class SamplingParams:
     json_object: bool = False
     form_engine: FormEngine = "auto"
 
+    def __post_init__(self) -> None:
+        own = vars(self)
+        _take(own, own.copy())
+
     @property
     def form(self) -> AskedForm | None:
         """The form that answers are to have."""
@@ -238,6 +237,15 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether a penalty changes logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _take(own: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """Fill a SamplingParams with what is given, checked, and defaults. Raises ParameterError."""
+    own.update(_DEFAULTS)
+    for name, check in _CHECKS.items():
+        if name in given and (value := given[name]) is not _DEFAULTS[name]:
+            own[name] = check(name, value)
+    _check_together(own)
 
 
 def _check_together(own: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import FrozenInstanceError, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -198,3 +198,19 @@ def test_checks_leave_defaults_as_they_are() -> None:
     assert own == defaults
     for field in fields(SamplingParams):
         assert _CHECKS[field.name](field.name, field.default) == field.default
+
+
+@dataclass(frozen=True)
+class Own(SamplingParams):
+    temperature: float = 0.5
+    label: str = ""
+
+
+def test_parameters_of_a_dataclass_made_of_it_are_checked() -> None:
+    """Its `__init__` comes from its own fields."""
+    own = Own(top_k=-1, label="a")
+    assert (own.temperature, own.top_k, own.top_p, own.label) == (0.5, 0, 1.0, "a")
+    with pytest.raises(ParameterError, match="temperature"):
+        Own(temperature=-3.0)
+    with pytest.raises(ParameterError, match="max_new_tokens is 0"):
+        Own(n=2, max_new_tokens=0)

@@ -145,7 +145,7 @@ class Dispatch:
             if not is_sure and self._running[thief]:
                 even = load.pace * (load.left - loads[thief].left) / (load.pace + loads[thief].pace)
                 most = min(most, even)
-            if most <= 0.0:
+            if most <= 0.0 and not is_sure:
                 continue
             nth, cut = self._cut(ranges, most / load.pace)
             begin, end = ranges[nth]

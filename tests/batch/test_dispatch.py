@@ -85,6 +85,14 @@ def test_nobody_waits_for_one_that_starts_again() -> None:
     assert not dispatch.take(1, away=[0])
 
 
+def test_pieces_that_take_no_time_are_taken_from_one_that_is_gone() -> None:
+    each = np.arange(3)
+    pieces = Pieces(each, 0 * each, 0 * each + 1, 0 * each, np.zeros(3), np.zeros(3))
+    dispatch = Dispatch(Shards(pieces, np.array([0, 3, 3])))
+    dispatch.retire(0)
+    assert sorted(piece for _ in range(3) for piece in dispatch.take(1)) == [0, 1, 2]
+
+
 class Replicas(RuleBasedStateMachine):
     """Replicas that take, end, crash, come back or do not, with messages that are late, doubled or lost."""
 
