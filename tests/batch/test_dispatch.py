@@ -74,7 +74,7 @@ def test_nobody_waits_for_one_that_starts_again() -> None:
     """A replica that dies with the last pieces leaves them to the others, whatever they compute once more."""
     each = np.arange(6)
     pieces = Pieces(each, 0 * each, 0 * each + 1, 0 * each, np.ones(6), np.full(6, 100.0))
-    dispatch = Dispatch(Shards(pieces, np.array([0, 3, 6])))
+    dispatch = Dispatch(Shards(pieces, np.array([0, 3, 6])), clock=lambda: 0.0)
     assert dispatch.take(0, 3) == [0, 1, 2]
     assert dispatch.take(1, 3) == [3, 4, 5]
     for piece in (3, 4, 5):
@@ -88,7 +88,7 @@ def test_nobody_waits_for_one_that_starts_again() -> None:
 def test_pieces_that_take_no_time_are_taken_from_one_that_is_gone() -> None:
     each = np.arange(3)
     pieces = Pieces(each, 0 * each, 0 * each + 1, 0 * each, np.zeros(3), np.zeros(3))
-    dispatch = Dispatch(Shards(pieces, np.array([0, 3, 3])))
+    dispatch = Dispatch(Shards(pieces, np.array([0, 3, 3])), clock=lambda: 0.0)
     dispatch.retire(0)
     assert sorted(piece for _ in range(3) for piece in dispatch.take(1)) == [0, 1, 2]
 

@@ -24,7 +24,7 @@ class FakeLane:
 
 
 def handout(count: int, own: list[FakeLane], first: int = 4) -> Handout:
-    return Handout(Dispatch(shards(Pieces.alike(count), len(own))), own, first)
+    return Handout(Dispatch(shards(Pieces.alike(count), len(own)), clock=lambda: 0.0), own, first)
 
 
 def handed(found: Handout) -> dict[int, list[int]]:
@@ -63,7 +63,7 @@ def test_several_lanes_get_what_they_run_at_once_and_then_as_much_again() -> Non
 
 def test_answers_of_a_piece_run_together() -> None:
     own = [FakeLane(num_running=80), FakeLane(num_running=400)]
-    dispatch = Dispatch(shards(Pieces.alike(10_000), 2))
+    dispatch = Dispatch(shards(Pieces.alike(10_000), 2), clock=lambda: 0.0)
     assert {lane: len(own) for lane, own in handed(Handout(dispatch, own, 50, answers=4.0)).items()} == {
         0: 20,
         1: 100,
@@ -84,7 +84,7 @@ def test_half_of_a_range_can_be_taken_by_others() -> None:
 def test_lanes_get_theirs_in_turns() -> None:
     """None waits for its first pieces until others have all of theirs, and none takes from others meanwhile."""
     ranges = Shards(Pieces.alike(600), np.array([0, 100, 300, 600]))
-    found = Handout(Dispatch(ranges), [FakeLane() for _ in range(3)], 1000)
+    found = Handout(Dispatch(ranges, clock=lambda: 0.0), [FakeLane() for _ in range(3)], 1000)
     turns = [(lane, len(pieces)) for lane, pieces in found.next()]
     at_once = lanes.HANDED_AT_ONCE
     left, expected = [100, 200, 300], []

@@ -38,7 +38,7 @@ def test_what_kills_is_found(data: st.DataObject, num_lanes: int, count: int, fi
     bad = data.draw(st.sets(st.integers(0, count - 1), max_size=5))
     accidents = data.draw(st.integers(0, ACCIDENTS))
     lanes = [SimulatedLane() for _ in range(num_lanes)]
-    handout = Handout(Dispatch(shards(Pieces.alike(count), num_lanes)), lanes, first)
+    handout = Handout(Dispatch(shards(Pieces.alike(count), num_lanes), clock=lambda: 0.0), lanes, first)
     ended: list[int] = []
     found: list[int] = []
     deaths = 0
@@ -84,7 +84,7 @@ def test_what_kills_is_found(data: st.DataObject, num_lanes: int, count: int, fi
 def test_the_second_loss_alone_is_on_another_lane() -> None:
     """A card that kills what it runs is not the fault of what it runs."""
     lanes = [SimulatedLane(), SimulatedLane()]
-    handout = Handout(Dispatch(shards(Pieces.alike(2), 2)), lanes, 1)
+    handout = Handout(Dispatch(shards(Pieces.alike(2), 2), clock=lambda: 0.0), lanes, 1)
     assert dict(handout.next()) == {0: [0], 1: [1]}
     lanes[1].has = [1]
     assert handout.lose(0, [0]) == []
@@ -102,7 +102,7 @@ def test_the_second_loss_alone_is_on_another_lane() -> None:
 
 def test_a_lane_that_is_gone_is_not_waited_for() -> None:
     lanes = [SimulatedLane(), SimulatedLane(is_ready=False, is_gone=True)]
-    handout = Handout(Dispatch(shards(Pieces.alike(1), 2)), lanes, 1)
+    handout = Handout(Dispatch(shards(Pieces.alike(1), 2), clock=lambda: 0.0), lanes, 1)
     for loss in range(LOSSES + LOSSES_ALONE):
         assert dict(handout.next()) == {0: [0]}
         assert handout.lose(0, [0]) == ([0] if loss == 3 else [])
