@@ -27,6 +27,7 @@ class PendingCall(Generic[N]):
     def __init__(self, on_error: OnError = "raise") -> None:
         # By id, the first answer to each that has not ended; None until a step submits it.
         self.requests: dict[int | str, Answer | None] = {}
+        self.is_left = False  # whether nobody wants its news any more
         self._news: deque[N | Exception] = deque()
         self._on_error = on_error
 

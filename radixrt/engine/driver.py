@@ -234,16 +234,20 @@ class Driver:
 
     def abandon(self, call: Call) -> None:
         """End a call's requests, and step until they and, unless others step, the passes in flight have ended."""
-        self._aborts += tuple(call.requests)
+        self._leave(call)
         if not self._is_inside():  # as the garbage collector may end a forgotten stream
             self._wait(lambda: self._is_gone(call), call)
 
     def abandon_soon(self, call: Call) -> None:
         """`abandon` for a task, without waiting: a thread of its loop's executor does it."""
-        self._aborts += tuple(call.requests)
+        self._leave(call)
         with self._mutex, contextlib.suppress(RuntimeError):  # there is no loop any more: steps to come see to it
             if not self._is_gone(call):
                 asyncio.get_running_loop().run_in_executor(None, self.abandon, call)
+
+    def _leave(self, call: Call) -> None:
+        call.is_left = True
+        self._aborts += tuple(call.requests)
 
     def _is_gone(self, call: Call) -> bool:
         return self._open is None or not self.has_work or (not call.requests and bool(self._calls))
@@ -383,12 +387,16 @@ class Driver:
 
     def _submit_inbox(self, engine: Engine, *, late: bool = True) -> None:
         """Submit what is in the inbox. Of late requests, as many as may be looked at in the next pass, unless some
-        that are not made yet are to be ended; with `late=False` all.
+        that are not made yet are to be ended; with `late=False` all. Those of a call that was left are never made.
         """
         for each in tuple(self._inbox):
             part, is_late = each.requests, isinstance(each.requests, LateRequests)
             arrival: int | None = None
             if isinstance(each.requests, LateRequests):
+                if each.call.is_left:
+                    self._forget(each.call, each.requests.ids[each.done :])
+                    self._inbox.remove(each)
+                    continue
                 if each.arrival is None:
                     each.arrival = engine.scheduler.new_arrivals(len(part))  # later ones come after all of these
                 arrival, count = each.arrival + each.done, len(part)
@@ -403,6 +411,14 @@ class Driver:
             each.done += len(part)
             if each.done == len(each.requests):
                 self._inbox.remove(each)
+
+    def _forget(self, call: Call, ids: Iterable[int | str]) -> None:
+        """Forget requests of a call that the engine does not have."""
+        with self._mutex:
+            for name in ids:
+                del call.requests[name], self._calls[name]
+                self._streams.pop(name, None)
+        self._told.append(call)
 
     def _ends_unmade(self, call: Call) -> bool:
         """Whether requests of a call are to be ended that the engine does not have yet."""

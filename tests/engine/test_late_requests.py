@@ -174,6 +174,20 @@ def test_a_list_goes_before_what_is_less_urgent() -> None:
         assert runtime.num_waiting > 450
 
 
+def test_the_rest_of_a_list_that_is_left_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, alike = list[int](), RequestBuilder.alike
+    monkeypatch.setattr(RequestBuilder, "alike", lambda *given: made.append(0) or alike(*given))
+    with many(NotedRunner()) as runtime:
+        others = runtime.generate_iter(prompts_of(1001), SHORT)
+        next(others)
+        count = len(made)
+        for _ in runtime.generate_iter(prompts_of(1000), SHORT, priority=-1):
+            break
+        assert len(made) - count < 600
+        assert len(list(others)) == 1000
+        assert is_empty(runtime)
+
+
 def test_a_list_that_is_left_early_is_gone() -> None:
     with many(NotedRunner()) as runtime:
         for _ in runtime.generate_iter(prompts_of(1000), SHORT):
