@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeGuard, cast, overload
+from typing import TypeGuard, cast
 
 import numpy as np
 
@@ -187,16 +187,7 @@ class Listed(LateRequests):
     def __len__(self) -> int:
         return len(self._kind)
 
-    @overload
-    def __getitem__(self, index: int) -> Request: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Request]: ...
-
-    def __getitem__(self, index: int | slice) -> Request | Sequence[Request]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        index = range(len(self))[index]  # of negative ones, too, or IndexError
+    def make(self, index: int) -> Request:
         model, ids = self._models[self._kind[index]], self.store[index].copy()  # outputs keep it
         return self._builder.alike(model, ids, index, self._call, self._ids[index])
 
@@ -220,13 +211,5 @@ class _Ordered(LateRequests):
     def __len__(self) -> int:
         return len(self._order)
 
-    @overload
-    def __getitem__(self, index: int) -> Request: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Request]: ...
-
-    def __getitem__(self, index: int | slice) -> Request | Sequence[Request]:
-        if isinstance(index, slice):
-            return [self._requests[i] for i in self._order[index]]
-        return self._requests[self._order[index]]
+    def make(self, index: int) -> Request:
+        return self._requests.make(self._order[index])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
 from radixrt.cache.radix_tree import DEFAULT_NAMESPACE, Namespace, Tokens
 from radixrt.forms.matcher import Form
@@ -60,3 +61,17 @@ class LateRequests(Sequence[Request]):
     @abstractmethod
     def ids(self) -> Sequence[int | str]:
         """`Request.id` of each."""
+
+    @abstractmethod
+    def make(self, index: int) -> Request:
+        """The request at an index from 0 on."""
+
+    @overload
+    def __getitem__(self, index: int) -> Request: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Request]: ...
+
+    def __getitem__(self, index: int | slice) -> Request | Sequence[Request]:
+        at = range(len(self))[index]
+        return self.make(at) if isinstance(at, int) else list(map(self.make, at))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 from weakref import ref
@@ -13,6 +15,7 @@ import pytest
 from radixrt import FinishReason, ParameterError, RunLimits, Runtime, listed
 from radixrt import SamplingParams as Params
 from radixrt.arrays import Int32Array
+from radixrt.engine.calls import OutputCall
 from radixrt.engine.engine import Engine
 from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.planning.simulated import ConstantRunner, simulated_parts
@@ -140,10 +143,16 @@ def test_late_requests_keep_their_place_before_those_of_later_calls(monkeypatch:
     assert late == passes_beside_others()
 
 
-def test_others_that_come_or_end_have_no_request_made_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step that lets them in would take as long as all the rest of a list."""
+def noted_requests(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gets an element for each late request that is made."""
     made, alike = list[int](), RequestBuilder.alike
     monkeypatch.setattr(RequestBuilder, "alike", lambda *given: made.append(0) or alike(*given))
+    return made
+
+
+def test_others_that_come_or_end_have_no_request_made_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step that lets them in would take as long as all the rest of a list."""
+    made = noted_requests(monkeypatch)
     with many(NotedRunner()) as runtime:
         outputs = runtime.generate_iter(prompts_of(1000), SHORT)
         next(outputs)
@@ -175,8 +184,7 @@ def test_a_list_goes_before_what_is_less_urgent() -> None:
 
 
 def test_the_rest_of_a_list_that_is_left_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, alike = list[int](), RequestBuilder.alike
-    monkeypatch.setattr(RequestBuilder, "alike", lambda *given: made.append(0) or alike(*given))
+    made = noted_requests(monkeypatch)
     with many(NotedRunner()) as runtime:
         others = runtime.generate_iter(prompts_of(1001), SHORT)
         next(others)
@@ -186,6 +194,21 @@ def test_the_rest_of_a_list_that_is_left_is_not_made(monkeypatch: pytest.MonkeyP
         assert len(made) - count < 600
         assert len(list(others)) == 1000
         assert is_empty(runtime)
+
+
+def test_who_leaves_a_list_does_not_wait_for_the_news_of_who_steps() -> None:
+    """Nothing of it has begun, so that nothing ends."""
+    runner = NotedRunner(lambda nth: time.sleep(0.05))
+    with many(runner) as runtime, ThreadPoolExecutor(1) as thread:
+        other = thread.submit(runtime.generate, [1, 2], Params(max_new_tokens=35, ignore_eos=True))
+        while len(runner.passes) < 2:
+            time.sleep(0.01)
+        _, requests = runtime._late(prompts_of(1000), SHORT, True, None, None, "raise", 9)
+        with runtime._driver.opened(OutputCall("return")) as call:
+            runtime._driver.submit(requests, call)
+        assert not call.requests
+        assert not other.done()
+        other.result()
 
 
 def test_a_list_that_is_left_early_is_gone() -> None:
