@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -23,19 +24,13 @@ class Link:
         """Start sending what has been computed, which must not change until the returned work is done."""
         return self.group.send([tensor], 1, 0)
 
-    def start_receiving(self, place: Tensor) -> Any:
-        """Start filling `place`, as large as what is sent; it is filled once the returned work has been waited
-        for. On a GPU that is the current stream's to wait for, and the host goes on.
-        """
-        return self.group.recv([place], 0, 0)
-
     def send(self, tensor: Tensor) -> None:
         """Send; later work of this stream, or a CPU, waits until the other side has taken it."""
         self.start_sending(tensor.contiguous()).wait()
 
     def receive(self, place: Tensor) -> Tensor:
-        """Fill `place` and return it."""
-        self.start_receiving(place).wait()
+        """Fill `place`, as large as what is sent, and return it. On a GPU the current stream waits for that."""
+        self.group.recv([place], 0, 0).wait()
         return place
 
 
@@ -55,32 +50,38 @@ class TokenSender:
 
 
 class TokenReceiver:
-    """The first stage's end. A place for the tokens of a pass is offered as soon as that is launched, so that the
-    last stage never waits for this one; of `depth` passes the first has ended when the last is launched.
+    """The first stage's end. Tokens are received when they are needed, and not offered a place before: NCCL's
+    kernel would wait for them on a multiprocessor that the products of the next pass lack, which then take up to
+    twice as long. Those of a pass that `depth` others have followed are received, too: it has ended, and the last
+    stage waits for no older ones.
     """
 
     def __init__(self, link: Link, depth: int) -> None:
         self._link, self._depth = link, depth
-        self._expected: deque[tuple[int, Any, Tensor]] = deque()  # by their numbers
+        self._expected: deque[tuple[int, torch.Size]] = deque()  # numbers of passes, and shapes of their tokens
         self._num_expected = 0
 
     def expect(self, last_token: Tensor) -> int:
         """Expect the tokens of another pass. Returns its number: they are counted."""
-        place, number = last_token.new_empty(last_token.shape), self._num_expected
-        self._expected.append((number, self._link.start_receiving(place), place))
+        number = self._num_expected
+        self._expected.append((number, last_token.shape))
         self._num_expected += 1
+        while len(self._expected) > self._depth:
+            self._receive(last_token)  # so old that the host knows them: nobody will ask
         return number
 
     def take(self, number: int, last_token: Tensor) -> None:
         """Wait for the tokens of pass `number`; if they were not taken before, `last_token` has them then."""
         newest: Tensor | None = None
-        while self._expected and (self._expected[0][0] <= number or len(self._expected) > self._depth):
-            expected, work, place = self._expected.popleft()
-            work.wait()
-            if expected <= number:  # else it is so old that the host knows them: nobody will ask
-                newest = place
+        while self._expected and self._expected[0][0] <= number:
+            newest = self._receive(last_token)
         if newest is not None:
             last_token.copy_(newest)
+
+    def _receive(self, like: Tensor) -> Tensor:
+        """The tokens of the first pass whose are expected."""
+        _, shape = self._expected.popleft()
+        return self._link.receive(like.new_empty(shape))
 
 
 @dataclass(frozen=True)
