@@ -1,4 +1,4 @@
-"""Ranks and stages on two and four cards: beside one, and when one is lost."""
+"""Ranks and stages on two, four and eight cards: beside one, and when one is lost."""
 
 from __future__ import annotations
 
@@ -43,6 +43,8 @@ FOUR_CARDS = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="there are
 FOUR = pytest.mark.parametrize(
     "four", [{"tensor_parallel_size": 4}, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}]
 )
+EIGHT_CARDS = pytest.mark.skipif(torch.cuda.device_count() < 8, reason="there are no eight cards")
+LLAMA = {"hidden_size": 1024, "num_attention_heads": 8, "num_hidden_layers": 8, "initializer_range": 0.05}
 POOLS = pytest.mark.parametrize("pool", [{}, {"max_total_tokens": 700, "host_memory_gb": 0.01}])
 
 
@@ -73,6 +75,18 @@ def test_answers_are_those_of_one_card(two: dict[str, int], pool: dict[str, Any]
 def test_answers_of_four_are_those_of_one_card(four: dict[str, int], pool: dict[str, Any]) -> None:
     """In float32: in bf16 sums of four parts are rounded otherwise than one product's."""
     check_answers(four, **pool, dtype="float32")
+
+
+@EIGHT_CARDS
+@pytest.mark.parametrize(("ranks", "stages"), [(8, 1), (4, 2), (2, 4)])
+def test_answers_of_eight_are_those_of_one_card(ranks: int, stages: int, tmp_path: Path) -> None:
+    folder = checkpoints.write(checkpoints.llama(**LLAMA, num_key_value_heads=8), tmp_path)
+    options: dict[str, Any] = {"model": folder, "dtype": "float32", "max_total_tokens": 4000}
+    with runtime(**options) as one:
+        expected = answers(one, tree(depth=3))
+    shape = {"tensor_parallel_size": ranks, "pipeline_parallel_size": stages}
+    with none_left(), runtime(**shape, **options) as all_of_them:
+        assert [answers(all_of_them, tree(depth=3)) for _ in range(2)] == [expected] * 2
 
 
 @FOUR_CARDS
@@ -138,9 +152,6 @@ def test_a_rank_that_is_lost_ends_all(two: dict[str, int], lost_by: signal.Signa
         thread.join()
         both.close()
         assert time.monotonic() - began < 35
-
-
-LLAMA = {"hidden_size": 1024, "num_attention_heads": 8, "num_hidden_layers": 8, "initializer_range": 0.05}
 
 
 @pytest.mark.parametrize("name", ["llama", *HYBRIDS])

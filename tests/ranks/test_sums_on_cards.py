@@ -74,7 +74,7 @@ def check_sums(rank: int, port: int, size: int) -> None:
     group.least(1)  # none ends before the others have read what it holds
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_sums(size: int) -> None:
     if size > NUM_CARDS:
         pytest.skip(f"there are {NUM_CARDS} cards")

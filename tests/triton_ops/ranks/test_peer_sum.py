@@ -135,7 +135,7 @@ def test_sums_that_are_normed(
             assert len(found[rank][place]) == len(expected)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", [(1, 64), (17, 64), (3, 1024), (2, 5000)])
 def test_the_last_rank_finds_all_parts(
@@ -168,7 +168,7 @@ def test_the_last_rank_finds_all_parts(
         assert [each.counters[:2].tolist() for each in memory] == [[2 * nth + 2, 0]] * size
 
 
-@pytest.mark.parametrize(("size", "tiles"), [(3, 1), (4, 2)])
+@pytest.mark.parametrize(("size", "tiles"), [(3, 1), (4, 2), (8, 1)])
 @pytest.mark.parametrize("shape", [(1, 64), (101, 64), (5, 1024), (5, 3000)])
 def test_two_shots_of_ranks_one_after_the_other(
     size: int, shape: tuple[int, int], tiles: int, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
