@@ -122,7 +122,7 @@ _check_origin()
 
 if TYPE_CHECKING:
     from radixrt.batch.job import BatchInterrupted
-    from radixrt.cache.prefix_cache import CacheStats
+    from radixrt.cache.cache_stats import CacheStats
     from radixrt.conversation import Conversation
     from radixrt.errors import (
         BatchFileError,

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from radixrt.checks import check_int
 from radixrt.errors import ParameterError, PromptError, TokenizerError
-from radixrt.frontend.request_builder import Params, read_params
+from radixrt.frontend.arguments import Params, read_params
 from radixrt.output import FinishReason, RequestOutput
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.builder import Detokenizer

@@ -10,15 +10,8 @@ import numpy as np
 
 from radixrt.arrays import Int32Array, Int64Array
 from radixrt.errors import ParameterError, PromptError
-from radixrt.frontend.request_builder import (
-    OnError,
-    Params,
-    Prompt,
-    RequestBuilder,
-    one_each,
-    own_ids,
-    read_params,
-)
+from radixrt.frontend.arguments import OnError, Params, Prompt, one_each, own_ids, read_params
+from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.output import RequestOutput
 from radixrt.planning.demands import Demands
 from radixrt.planning.prefix_order import prefix_order

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from radixrt.cache.prefix_cache import CacheStats
+from radixrt.cache.cache_stats import CacheStats
 from radixrt.config import RuntimeConfig
 from radixrt.engine.calls import OutputCall, StreamCall
 from radixrt.engine.driver import Driver
@@ -29,7 +29,7 @@ from radixrt.engine.parts import Parts
 from radixrt.engine.session import Session
 from radixrt.engine.signals import deferred
 from radixrt.errors import ParameterError, PassError, RadixrtError
-from radixrt.frontend.request_builder import (
+from radixrt.frontend.arguments import (
     Continuation,
     OnError,
     Params,

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from tqdm import tqdm  # not tqdm.auto: a notebook's bar needs more packages
 
 from radixrt.batch.tally import Tally, output_tally
-from radixrt.cache.prefix_cache import CacheStats
+from radixrt.cache.cache_stats import CacheStats
 from radixrt.files.standard import STANDARD, standard_error
 from radixrt.output import RequestOutput
 from radixrt.report.batch_report import RunFigures

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import insort
 
-from radixrt.cache.prefix_cache import Frontier, Lease, Loan, PrefixCache
+from radixrt.cache.lease import Frontier, Lease, Loan
+from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.cache.radix_tree import NO_MATCH, Match, Namespace, Tokens, common_prefix
 from radixrt.cache.states import FEWEST
 

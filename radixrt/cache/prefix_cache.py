@@ -24,9 +24,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,113 +33,14 @@ from memory_pool.kv_transfers import KVTransfers
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.slot_allocator import SlotAllocator
 from radixrt.arrays import Int32Array
+from radixrt.cache.cache_stats import CacheStats
 from radixrt.cache.host_states import HostStates
 from radixrt.cache.host_tier import HostTier
+from radixrt.cache.lease import Frontier, Lease, Loan, Pending
 from radixrt.cache.radix_tree import EMPTY, Match, Namespace, Node, RadixTree, Slots, Tokens, common_prefix
 from radixrt.cache.snapshot import Adoption, TreeSnapshot, adopt, plan_adoption
 from radixrt.cache.states import States
 from radixrt.hit_rate import CountsHits
-
-# How far a lease has come: the end of its committed tokens, and the token after it, which it computes next.
-Frontier = tuple[Node, int]
-
-
-@dataclass(eq=False)
-class Lease:
-    """What one live request holds: a row, a locked path, private slots. 0 <= committed <= allocated_len."""
-
-    row: int  # in `req_to_token` and in `allocated_lens`
-    node: Node  # the end of the committed part of its tokens; locked
-    committed: int  # positions whose slots belong to the tree
-    matched: int  # positions that were found in the tree when the lease was made, or lent
-    loaded: int  # what only the host had: so many of them, and for a state as many as have KV of its size
-    tokens: Tokens  # `[n]`, all that it computes for others, as was said last
-    allocated_lens: NDArray[np.int32]  # the cache's
-    begun: int  # passes that had been launched when it was made
-    lender: Lease | None = None  # whose slots the row names at positions in [committed, lent_end)
-    lent_end: int = 0
-    borrowers: list[Lease] = field(default_factory=list)  # leases whose lender it is
-    frontier: Frontier | None = None  # where others find it; None: it computes nothing more for them
-    released: bool = False
-    reusable_len: int | None = None  # set on release: leading tokens that later requests may share; None: all
-    # Set on release: tokens of which passes in flight compute those from `committed` on. They are published once
-    # these have ended, with the state that is left there.
-    tail: Tokens | None = None
-    comes_back: bool = False  # set on release: its request will go on from there
-    stops: list[int] = field(default_factory=list)  # positions where a pass is to end and leave a fresh state
-
-    @property
-    def allocated_len(self) -> int:
-        """Positions that have a slot; those from `own_start` on are private."""
-        return int(self.allocated_lens[self.row])
-
-    @property
-    def own_start(self) -> int:
-        """The end of the positions whose slots are the tree's, or lent."""
-        return max(self.committed, self.lent_end)
-
-
-class Loan(NamedTuple):
-    """Tokens before position `end`, beyond a match, that `lender` computes in the coming pass.
-
-    A pass writes the KV of all its new tokens before attention reads any, layer by layer. So another request of
-    the same pass can read them there, by the lender's slots, and computes what follows. Once the pass has ended
-    well, they are the tree's, and each of the two holds them by its own lock. Before, they are the lender's; if it
-    ends or yields, the one that borrowed most owns them.
-    """
-
-    lender: Lease
-    end: int
-
-
-@dataclass(frozen=True)
-class CacheStats(CountsHits):
-    """Counters of a cache since it was made, and its sizes now. All are in tokens, a slot a token, but for numbers
-    of states, which are 0 of a model that keeps none.
-    """
-
-    prompt_tokens: int  # of all prompts that were admitted, each once
-    cached_tokens: int  # those of them that were found in the tree
-    recomputed_tokens: int  # computed again, after a retraction or for one of several answers
-    evicted_tokens: int  # had to leave the device
-    capacity: int  # slots of the pool, without the reserved one; those by state add up to it
-    free: int
-    evictable: int
-    locked: int
-    private: int
-    pending: int
-    arriving: int
-    stored_tokens: int = 0  # copied to the host
-    loaded_tokens: int = 0  # copied back from it
-    host_capacity: int = 0  # slots of the host's pool; 0 without one
-    host_free: int = 0
-    stateless_tokens: int = 0  # that were in the tree, and were computed again since no state was there
-    states_given_up_unused: int = 0  # left where prompts part, and given up before any request began with them
-    state_capacity: int = 0  # of the pool, without the reserved one: the next four, and arriving ones
-    state_free: int = 0
-    state_own: int = 0  # of running requests
-    state_kept: int = 0  # at nodes of the tree
-    state_pending: int = 0
-    state_ends: int = 0  # of those that are kept: ends of answers that no request has gone on from
-    state_unused: int = 0  # left where prompts part, with which no request has begun yet
-    state_stored: int = 0  # copied to the host
-    state_loaded: int = 0  # copied back from it
-    state_on_host: int = 0  # that have a copy there
-    state_nodes: int = 0  # nodes of the tree that have one, in one tier or both
-
-    @property
-    def host_tokens(self) -> int:
-        """Tokens that have a copy on the host."""
-        return self.host_capacity - self.host_free
-
-
-class Pending(NamedTuple):
-    """What becomes free once pass number `after` has ended: slots, and what a released lease holds beside them."""
-
-    after: int
-    slots: Slots
-    tokens: int  # about how many this makes available
-    lease: Lease | None = None
 
 
 class PrefixCache(CountsHits):

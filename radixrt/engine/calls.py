@@ -8,7 +8,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from radixrt.checks import check_int
 from radixrt.errors import PassError
-from radixrt.frontend.request_builder import OnError
+from radixrt.frontend.arguments import OnError
 from radixrt.output import FinishReason, RequestOutput, StreamChunk
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.answer import Answer

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,20 @@ from radixrt.errors import FormError, ParameterError, PromptError, TokenizerErro
 from radixrt.forms.compiler import FormCompiler, form_compiler
 from radixrt.forms.matcher import Form
 from radixrt.forms.vocabulary import Vocabulary
-from radixrt.frontend.sampling_aliases import sampling_params_from_dict
+from radixrt.frontend.arguments import (
+    Choices,
+    Continuation,
+    OnError,
+    Params,
+    Prompt,
+    is_token_ids,
+    named_together,
+    one_each,
+    one_priority_each,
+    own_ids,
+    read_params,
+    unwrapped,
+)
 from radixrt.output import RequestOutput
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.request import Request
@@ -34,18 +47,9 @@ from radixrt.text.tokenizer import Tokenizer, tokenizer_of
 if TYPE_CHECKING:
     from radixrt.models.config import ModelConfig
 
-Prompt = str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | Chat
-Params = SamplingParams | Mapping[str, Any] | None
-Continuation = str | Sequence[int]
-Choices = Continuation | Sequence[Continuation]
-OnError = Literal["raise", "return"]
-
 _Terms = tuple[frozenset[int], tuple[tuple[int, ...], ...]]  # stop ids and bad words
 
-_PROMPT_KEYS = ("prompt", "prompt_token_ids")  # of a prompt as a dict, which vLLM takes
-MAX_NAMED = 8  # bad prompts that one error spells out
 _MAX_REMEMBERED = 64  # parameters
-_FEW_PROMPTS, _FEW_IDS = 4, 8192  # in all
 _MAX_PRIORITY = 2**31 - 1
 _ID_BITS = 52  # of a Runtime's first id: hard to guess, and exact in every JSON reader
 
@@ -89,7 +93,7 @@ class RequestBuilder:
         params = read_params(params, self.defaults)
         stop_ids, bad_words = self._terms(params)
         context, start = self.context_length, params.prompt_logprobs_start
-        prompt, num_kept = _unwrapped(prompt), params.truncate_prompt_tokens
+        prompt, num_kept = unwrapped(prompt), params.truncate_prompt_tokens
         namespace, ids = self.namespace(tenant), self.token_ids(prompt, is_cut=num_kept is not None)
         if num_kept is not None:
             ids = ids[-num_kept:]
@@ -253,7 +257,7 @@ class RequestBuilder:
 
     def _joined(self, prompt: Prompt, continuation: Continuation) -> tuple[NDArray[np.int32], int]:
         """Token ids of a prompt with a continuation, and where the continuation begins. Raises PromptError."""
-        prompt = _unwrapped(prompt)
+        prompt = unwrapped(prompt)
         before = self.token_ids(prompt)
         if isinstance(continuation, str) and isinstance(prompt, str):
             # The border may fall inside a token: what it changes belongs to the continuation.
@@ -344,7 +348,7 @@ class RequestBuilder:
         Raises PromptError, also where it is far too long to be encoded, unless it `is_cut`.
         """
         ids: NDArray[Any]
-        prompt = _unwrapped(prompt)
+        prompt = unwrapped(prompt)
         if is_token_ids(prompt):
             try:
                 ids = prompt if isinstance(prompt, np.ndarray) else _int32(prompt)
@@ -447,36 +451,6 @@ def chatting_tokenizer(folder: Path, chat_template_kwargs: Mapping[str, Any] | N
         raise ParameterError(str(error)) from error
 
 
-def read_params(params: Params, defaults: SamplingParams | None = None) -> SamplingParams:
-    """SamplingParams from themselves, or the defaults with those of a mapping in either spelling, or of None."""
-    if params is None:
-        return SamplingParams() if defaults is None else defaults
-    return params if isinstance(params, SamplingParams) else sampling_params_from_dict(params, defaults)
-
-
-def is_token_ids(prompt: object) -> TypeGuard[Sequence[int] | NDArray[np.integer[Any]]]:
-    """Whether a value is one prompt of token ids. An empty list is a list of no prompts."""
-    if isinstance(prompt, np.ndarray):
-        return prompt.ndim == 1 and prompt.dtype.kind in "iu"
-    if isinstance(prompt, (str, bytes, bytearray)) or not isinstance(prompt, Sequence) or not prompt:
-        return False
-    return all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in set(map(type, prompt)))
-
-
-def are_built_soon(prompts: Sequence[Prompt], params: object) -> bool:
-    """Whether requests for these prompts take too little time for a thread of their own: few token ids, and
-    nothing to encode or to compile.
-    """
-    return (
-        len(prompts) <= _FEW_PROMPTS
-        and all(isinstance(one, list) and bool(one) and isinstance(one[0], int) for one in prompts)
-        and sum(map(len, cast("Sequence[list[int]]", prompts))) <= _FEW_IDS
-        and isinstance(params, SamplingParams)
-        and params.form is None
-        and not params.bad_words
-    )
-
-
 @lru_cache(maxsize=64)
 def _namespace(weights_version: int, tenant: str | None) -> Namespace:
     """One object for all requests of a namespace."""
@@ -489,92 +463,6 @@ def _int32(ids: Sequence[int]) -> NDArray[np.int32]:
         return np.frombuffer(struct.pack(f"{len(ids)}i", *ids), np.int32)
     except struct.error as error:
         raise OverflowError("an id has more than 31 bits") from error
-
-
-def _is_wrapped(prompt: object) -> TypeGuard[Mapping[str, Any]]:
-    """Whether a prompt is a dict that holds it, as vLLM's are."""
-    return isinstance(prompt, Mapping) and not prompt.keys().isdisjoint(_PROMPT_KEYS)
-
-
-def _unwrapped(prompt: Prompt) -> Prompt:
-    """A prompt, taken out of the dict that holds it. Raises PromptError if that holds something else."""
-    if isinstance(prompt, (str, list, np.ndarray)) or not _is_wrapped(prompt):
-        return prompt
-    given = {key: value for key, value in prompt.items() if value is not None}
-    if unknown := [key for key in given if key not in _PROMPT_KEYS]:
-        raise PromptError(f"has {', '.join(map(repr, unknown))}; a dict has {' or '.join(_PROMPT_KEYS)}")
-    if not given:
-        raise PromptError(f"has no {' and no '.join(_PROMPT_KEYS)}")
-    held: Any = given.get("prompt_token_ids", given.get("prompt"))  # ids may have their text beside them
-    if "prompt_token_ids" in given and isinstance(held, str):
-        raise PromptError("has text as its prompt_token_ids; it must be a list of token ids")
-    return cast("Prompt", held)
-
-
-def as_list(values: Any) -> Any:
-    """What a generator, a pandas Series, an array of texts and the like yield, as a list; all else as it is."""
-    if isinstance(values, (Sequence, Mapping)) or not isinstance(values, Iterable) or is_token_ids(values):
-        return values
-    return values if isinstance(values, np.ndarray) and not values.ndim else list(values)
-
-
-def listed_prompts(prompts: Prompt | Iterable[Prompt]) -> tuple[list[Prompt], bool]:
-    """One prompt or many as a list, and whether they were many. Raises PromptError for what is neither."""
-    prompts = as_list(prompts)
-    if isinstance(prompts, str) or is_token_ids(prompts) or _is_wrapped(prompts):
-        return [prompts], False
-    if is_chat(prompts) and not (isinstance(prompts, Sequence) and _is_wrapped(prompts[0])):
-        return [prompts], False
-    if isinstance(prompts, (Mapping, bytes, bytearray)) or not isinstance(prompts, Sequence):
-        raise PromptError(f"prompts are a {type(prompts).__name__}; they must be one prompt or a list of prompts")
-    return list(cast("Sequence[Prompt]", prompts)), True
-
-
-def one_each(params: Params | Iterable[Params], count: int, many: bool) -> Sequence[Params]:
-    """Parameters for each of `count` prompts, from one for all or from a list. Raises ParameterError."""
-    if params is None or isinstance(params, (SamplingParams, Mapping)):
-        return [params] * count
-    params = as_list(params)
-    if not many or isinstance(params, str) or not isinstance(params, Sequence):
-        raise ParameterError(
-            f"sampling_params is {params!r}; give a SamplingParams or a dict, or a list of one each"
-        )
-    if len(params) != count:
-        raise ParameterError(f"there are {len(params)} sampling_params for {count} prompts; give one, or one each")
-    return params
-
-
-def one_priority_each(priority: int | Iterable[int], count: int, many: bool) -> Sequence[int]:
-    """A priority for each of `count` prompts, from one for all or from a list. Raises ParameterError."""
-    if not many or isinstance(priority, str) or not isinstance(priority, Iterable):
-        return [cast("int", priority)] * count
-    each = list(priority)
-    if len(each) != count:
-        raise ParameterError(f"there are {len(each)} priorities for {count} prompts; give one, or one each")
-    return each
-
-
-def own_ids(request_ids: str | Iterable[str] | None, count: int, many: bool) -> dict[int, str]:
-    """The caller's ids of `count` prompts by their places; {} if there are none. Raises ParameterError."""
-    if request_ids is None:
-        return {}
-    ids = as_list(request_ids) if many else [cast("str", request_ids)]
-    if isinstance(ids, str) or not isinstance(ids, Sequence) or not all(isinstance(own, str) for own in ids):
-        raise ParameterError(f"request ids are {request_ids!r}; they must be strings, a list of them for a list")
-    if len(ids) != count:
-        raise ParameterError(f"there are {len(ids)} request_ids for {count} prompts; give one each")
-    if len(set(ids)) < count:
-        twice = next(own for own in ids if ids.count(own) > 1)
-        raise ParameterError(f"request_ids holds {twice!r} twice")
-    return dict(enumerate(ids))
-
-
-def named_together(errors: Mapping[int, Exception], count: int) -> PromptError:
-    """One error that names every bad prompt of a list."""
-    shown = [f"prompt {index} {error}" for index, error in itertools.islice(errors.items(), MAX_NAMED)]
-    if len(errors) > MAX_NAMED:
-        shown.append(f"... and {len(errors) - MAX_NAMED} more")
-    return PromptError(f"{len(errors)} of {count} prompts cannot be run:\n" + "\n".join(shown))
 
 
 def _derived_seed(run_seed: int, index: int, call: int) -> int:

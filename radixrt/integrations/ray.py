@@ -35,7 +35,7 @@ import numpy as np
 import pyarrow as pa
 
 from radixrt.errors import DeviceLostError, ParameterError, PromptError
-from radixrt.frontend.request_builder import read_params
+from radixrt.frontend.arguments import read_params
 from radixrt.output import RequestOutput, TokenLogprob
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams

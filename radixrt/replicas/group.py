@@ -22,12 +22,13 @@ from radixrt.batch.lanes import Handout
 from radixrt.batch.parts import Part, PartialOutputs, part_at
 from radixrt.batch.suspects import killed
 from radixrt.builtin import MODEL_PATH
-from radixrt.cache.prefix_cache import CacheStats
+from radixrt.cache.cache_stats import CacheStats
 from radixrt.checks import check_float, check_int
 from radixrt.config import RuntimeConfig
 from radixrt.engine.gc_control import old_objects_left_alone
 from radixrt.errors import DeviceLostError, PassError, RadixrtError, ReplicaLostError
-from radixrt.frontend.request_builder import OnError, Params, Prompt, builder_without_weights, listed_prompts
+from radixrt.frontend.arguments import OnError, Params, Prompt, listed_prompts
+from radixrt.frontend.request_builder import builder_without_weights
 from radixrt.limits import HANG_SECONDS, RunLimits
 from radixrt.listed import listed_requests, store_of
 from radixrt.output import RequestOutput

@@ -11,7 +11,7 @@ import numpy as np
 
 from radixrt import errors
 from radixrt.batch.scan import parameters_as_json
-from radixrt.cache.prefix_cache import CacheStats
+from radixrt.cache.cache_stats import CacheStats
 from radixrt.cache.radix_tree import common_prefix
 from radixrt.errors import PassError
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, Timings, TokenLogprob, Usage

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from radixrt.cache.prefix_cache import CacheStats
+from radixrt.cache.cache_stats import CacheStats
 from radixrt.errors import RadixrtError, ReplicaLostError
 from radixrt.limits import RunLimits
 from radixrt.output import FinishReason, RequestOutput

@@ -11,7 +11,8 @@ import numpy as np
 
 from memory_pool.slot_allocator import Slots
 from radixrt.arrays import Int32Array
-from radixrt.cache.prefix_cache import Lease, PrefixCache
+from radixrt.cache.lease import Lease
+from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.cache.radix_tree import Node
 from radixrt.cache.states import States
 from radixrt.schedule.answer import Answer, place_of

@@ -10,8 +10,9 @@ from operator import attrgetter
 import numpy as np
 
 from radixrt.arrays import Int32Array
+from radixrt.cache.lease import Lease
 from radixrt.cache.pending_match import PendingMatch
-from radixrt.cache.prefix_cache import Lease, PrefixCache
+from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.cache.radix_tree import Tokens
 from radixrt.forms.matcher import Matcher
 from radixrt.output import FinishReason, Timings, TokenLogprob, Usage

@@ -19,8 +19,8 @@ from starlette.responses import Response
 from radixrt.checks import check_kind, check_prompt, short
 from radixrt.engine.live_stream import LiveStream
 from radixrt.errors import ParameterError, PromptError, RadixrtError
+from radixrt.frontend.arguments import Prompt
 from radixrt.frontend.openai import CHAT, COMPLETIONS, asked_prompt
-from radixrt.frontend.request_builder import Prompt
 from radixrt.output import RequestOutput, Usage
 from radixrt.parsers.choosing import Parsers, chosen
 from radixrt.runtime import Runtime

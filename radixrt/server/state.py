@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from radixrt.cache.cache_stats import CacheStats
 from radixrt.cache.excerpt import Excerpts, TreeExcerpt
-from radixrt.cache.prefix_cache import CacheStats
 from radixrt.runtime import Runtime
 from radixrt.server.event_frame import json_bytes
 from radixrt.server.recent import Recent

@@ -21,7 +21,8 @@ from radixrt.config import RuntimeConfig
 from radixrt.engine.engine import Engine
 from radixrt.engine.parts import Parts
 from radixrt.errors import ParameterError
-from radixrt.frontend.request_builder import Params, Prompt, builder_without_weights, listed_prompts
+from radixrt.frontend.arguments import Params, Prompt, listed_prompts
+from radixrt.frontend.request_builder import builder_without_weights
 from radixrt.hit_rate import CountsHits
 from radixrt.models.config import ModelConfig
 from radixrt.models.decoder import Decoder

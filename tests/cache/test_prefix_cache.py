@@ -12,7 +12,8 @@ from hypothesis import settings
 
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.slot_allocator import SlotAllocator
-from radixrt.cache.prefix_cache import Lease, Loan, PrefixCache
+from radixrt.cache.lease import Lease, Loan
+from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.cache.radix_tree import Node, RadixTree, Tokens
 from tests.support.cache_machine import CONTEXT_LEN, HERE, NUM_ROWS, NUM_SLOTS, CacheMachine, cache, ids, slots_of
 

@@ -14,7 +14,8 @@ from radixrt.builtin import MODEL_PATH
 from radixrt.errors import ParameterError, PromptError
 from radixrt.forms.compiler import form_compiler
 from radixrt.forms.matcher import mask_words
-from radixrt.frontend.request_builder import RequestBuilder, builder_without_weights, listed_prompts
+from radixrt.frontend.arguments import listed_prompts
+from radixrt.frontend.request_builder import RequestBuilder, builder_without_weights
 from radixrt.planning.simulated import NoWeights
 from radixrt.text.chat import Chat
 from radixrt.text.tokenizer import Tokenizer, load_tokenizer

@@ -20,8 +20,9 @@ from memory_pool.req_to_token_pool import ReqToTokenPool, RowChanges
 from radixrt.cache import prefix_cache, radix_tree
 from radixrt.cache.host_states import HostStates
 from radixrt.cache.host_tier import HostTier
+from radixrt.cache.lease import Lease, Loan
 from radixrt.cache.pending_match import PendingMatch
-from radixrt.cache.prefix_cache import Lease, Loan, PrefixCache
+from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.cache.radix_tree import DEVICE, HOST, LeafQueue, Match, Namespace, Node, RadixTree
 from radixrt.cache.states import States
 from radixrt.engine.driver import Driver

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from radixrt.cache.prefix_cache import Lease
+from radixrt.cache.lease import Lease
 from radixrt.cache.radix_tree import EMPTY, NO_MATCH
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.answer import Answer, RequestLog, rows_of

@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.slot_allocator import SlotAllocator
-from radixrt.cache.prefix_cache import Lease, PrefixCache
+from radixrt.cache.lease import Lease
+from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.cache.radix_tree import DEVICE, Namespace, Node, Tokens
 
 HERE = Namespace()

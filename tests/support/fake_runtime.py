@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from radixrt.cache.prefix_cache import CacheStats
+from radixrt.cache.cache_stats import CacheStats
 from radixrt.errors import PromptError
-from radixrt.frontend.request_builder import Prompt, RequestBuilder
+from radixrt.frontend.arguments import Prompt
+from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.limits import RunLimits
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, Timings, Usage
 from radixrt.planning.simulated import NoWeights

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from radixrt.arrays import Int32Array
-from radixrt.cache.prefix_cache import CacheStats
+from radixrt.cache.cache_stats import CacheStats
 from radixrt.engine.session import Session
 from radixrt.limits import RunLimits
 from radixrt.output import RequestOutput

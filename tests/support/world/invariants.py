@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from radixrt.cache.prefix_cache import Lease
+from radixrt.cache.lease import Lease
 from radixrt.cache.radix_tree import DEVICE, HOST, NO_MATCH, Namespace, Node
 from radixrt.output import FinishReason
 from radixrt.schedule.answer import Answer

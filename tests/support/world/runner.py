@@ -11,7 +11,7 @@ import numpy as np
 
 from memory_pool.kv_transfers import KVTransfer
 from memory_pool.req_to_token_pool import ReqToTokenPool
-from radixrt.cache.prefix_cache import Lease
+from radixrt.cache.lease import Lease
 from radixrt.errors import DeviceLostError
 from radixrt.output import FinishReason
 from radixrt.schedule.answer import Answer

@@ -11,7 +11,8 @@ import numpy as np
 
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.slot_allocator import SlotAllocator
-from radixrt.cache.prefix_cache import Lease, Loan, PrefixCache
+from radixrt.cache.lease import Lease, Loan
+from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.cache.radix_tree import DEVICE, HOST, Match, Namespace, Node
 from radixrt.cache.snapshot import Adoption, TreeSnapshot, take_snapshot
 from radixrt.cache.states import States
