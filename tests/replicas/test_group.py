@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from radixrt.errors import DeviceLostError, ParameterError, PassError, PromptError, RadixrtError
-from radixrt.listed import demands_of
+from radixrt.listed import demands_of, listed_requests
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, Usage
 from radixrt.replicas.group import ReplicaGroup
 from radixrt.replicas.messages import ended_message, state_as_json
@@ -397,6 +397,22 @@ def test_a_call_is_open_from_its_first_output_on() -> None:
         assert len(group.generate(tree(3), PARAMS)) == 3
 
 
+def test_a_call_is_open_before_its_requests_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused: list[str] = []
+    with group_of(LocalLinks(simulated_runtime), 2) as group:
+
+        def make(*arguments: Any, **options: Any) -> Any:
+            """As another thread may call just then."""
+            with pytest.raises(RadixrtError) as error:
+                group.generate(tree(3), PARAMS)
+            refused.append(str(error.value))
+            return listed_requests(*arguments, **options)
+
+        monkeypatch.setattr("radixrt.replicas.group.listed_requests", make)
+        assert len(group.generate(tree(5), PARAMS)) == 5
+    assert [text[:34] for text in refused] == ["a group answers one call at a time"]
+
+
 def test_scored_prompts_are_planned_as_they_are_scheduled() -> None:
     """Tokens that are scored are never taken from the cache."""
     params = [SamplingParams(prompt_logprobs=0, prompt_logprobs_start=start) for start in (0, 1, 5)]
@@ -494,6 +510,18 @@ def test_a_batch(batch: tuple[Path, list[Any]], order: Any, tmp_path: Path) -> N
     if order == "planned":
         assert report.run.repeated_tokens > 0
         assert report.run.predicted_hit_rate == pytest.approx(report.run.hit_rate, abs=0.1)
+
+
+def test_a_batch_after_a_call_that_was_left_early(batch: tuple[Path, list[Any]], tmp_path: Path) -> None:
+    path, expected = batch
+    with group_of(LocalLinks(simulated_runtime), 2) as group:
+        calls = group.generate_iter(tree(30), PARAMS)
+        next(calls)
+        with pytest.raises(RadixrtError, match="one call at a time"):
+            group.run_batch(path, tmp_path / "out.jsonl")
+        calls.close()  # type: ignore[attr-defined]
+        assert group.has_work, "nobody has looked at what became of them"
+        assert group.run_batch(path, tmp_path / "out.jsonl").requests == len(expected)
 
 
 @settings(max_examples=15, deadline=None)
