@@ -27,6 +27,7 @@ from radixrt.cache.prefix_cache import CacheStats
 from radixrt.checks import check_float, check_int
 from radixrt.config import RuntimeConfig
 from radixrt.engine.gc_control import old_objects_left_alone
+from radixrt.engine.signals import deferred
 from radixrt.errors import DeviceLostError, PassError, RadixrtError, ReplicaLostError
 from radixrt.frontend.request_builder import OnError, Params, Prompt, builder_without_weights, listed_prompts
 from radixrt.limits import HANG_SECONDS, RunLimits
@@ -338,11 +339,12 @@ class ReplicaGroup:
     def received(self) -> list[RequestOutput]:
         """What has ended, as `step` without waiting."""
         outputs: list[RequestOutput] = []
-        for lane in self.lanes:
-            if not lane.is_gone:
-                outputs += lane.receive()
-                if lane.refusal is not None:
-                    raise lane.refusal
+        with deferred():  # what is read of a link and not noted is lost
+            for lane in self.lanes:
+                if not lane.is_gone:
+                    outputs += lane.receive()
+                    if lane.refusal is not None:
+                        raise lane.refusal
         if not outputs and all(lane.is_gone for lane in self.lanes):
             raise DeviceLostError("no replica is left; the log says why each was lost")
         return outputs

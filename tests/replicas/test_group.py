@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
+import signal
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -25,6 +27,7 @@ from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.activity import Activity
 from radixrt.schedule.booking import Booking
 from radixrt.schedule.request import Request
+from radixrt.workers.channel import Message
 from tests.support.local_replicas import Killed, LocalLink, LocalLinks
 from tests.support.runtimes import SIZES, scheduled_runtime, simulated_runtime
 
@@ -383,6 +386,33 @@ def test_one_call_at_a_time_and_one_left_early() -> None:
         found = told(group.generate(tree(12), PARAMS))
         assert [each[0] for each in found] == list(range(12))
         assert len(found) == len(expected)
+        assert not group.has_work
+
+
+@pytest.mark.parametrize("place", ["send", "receive"])
+@pytest.mark.parametrize("nth", [0, 1])
+def test_a_call_after_ctrl_c_in_the_middle_of_a_message(
+    place: str, nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = itertools.count(nth, -1)
+
+    def send(link: LocalLink, message: Message) -> None:
+        if next(left) == 0:
+            signal.raise_signal(signal.SIGINT)
+        original(link, message)
+
+    def receive(link: LocalLink) -> list[Message]:
+        messages: list[Message] = original(link)
+        if any(message.body.get("ended") for message in messages) and next(left) == 0:
+            signal.raise_signal(signal.SIGINT)
+        return messages
+
+    with group_of(LocalLinks(simulated_runtime), 2) as group:
+        original: Any = getattr(LocalLink, place)
+        monkeypatch.setattr(LocalLink, place, send if place == "send" else receive)
+        with pytest.raises(KeyboardInterrupt):
+            group.generate(tree(30), PARAMS)
+        assert [each.index for each in group.generate(tree(12), PARAMS)] == list(range(12))
         assert not group.has_work
 
 
