@@ -175,7 +175,7 @@ class ReplicaGroup:
                 while not work.is_done:
                     for output in work.step():
                         if output.cause is not None and on_error == "raise":
-                            raise PassError(f"prompt {output.index}: {output.error}") from output.cause
+                            raise PassError(f"prompt {output.index}: {output.failure}") from output.cause
                         bar.update()
                         yield output
         finally:

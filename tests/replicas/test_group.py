@@ -674,6 +674,30 @@ def test_lines_that_kill_their_process(
                 group.generate(prompts, PARAMS)
 
 
+@pytest.mark.parametrize("kills", [True, False])
+def test_a_part_that_is_not_the_first_says_why_it_has_failed(kills: bool, tmp_path: Path) -> None:
+    def fail(booking: Booking) -> Exception | None:
+        if all(answer.sample_index < 40 for answer in booking.answers):
+            return None
+        if kills:
+            raise Killed
+        return RuntimeError("out of something")
+
+    def made() -> Runtime:
+        runtime = simulated_runtime()
+        runtime.hooks.launch_fault = fail
+        return runtime
+
+    why = "ends each process that runs it" if kills else "out of something"
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps({"token_ids": [1, 2, 3], "max_tokens": 4, "n": 60}) + "\n")
+    with group_of(LocalLinks(made), 2) as group:
+        assert group.run_batch(source, output).errors == 1
+        assert why in records(output)[0]["error"]["message"]
+        with pytest.raises(PassError, match=why):
+            group.generate([[1, 2, 3]], replace(PARAMS, n=60))
+
+
 @pytest.mark.parametrize(("num_replicas", "count"), [(1, 4), (2, 4), (1, 20), (3, 20)])
 def test_only_lines_that_kill_are_left(num_replicas: int, count: int, tmp_path: Path) -> None:
     """Nothing else shows that replicas are sound: so many are lost in vain that the batch ends. It goes on."""
