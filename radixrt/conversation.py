@@ -44,6 +44,9 @@ class ChatRuntime(Protocol):
     @property
     def context_length(self) -> int: ...
 
+    @property
+    def default_params(self) -> SamplingParams: ...
+
     def generate(self, prompts: list[int], sampling_params: SamplingParams, /) -> RequestOutput: ...
 
     def stream(self, prompt: list[int], sampling_params: SamplingParams, /) -> Iterator[Chunk]: ...
@@ -67,7 +70,7 @@ class Conversation:
 
     Args:
         messages: the conversation so far, dicts of "role" and "content".
-        sampling_params: of all answers; None is SamplingParams().
+        sampling_params: of all answers; what they do not give has the runtime's defaults.
         chat_template_kwargs: variables of the chat template, such as {"enable_thinking": False}; None: those of
             the runtime.
 
@@ -87,7 +90,7 @@ class Conversation:
             raise TokenizerError("a conversation needs a tokenizer, and the model's folder has none")
         self._runtime = runtime
         self._tokenizer = runtime.tokenizer.with_template_kwargs(chat_template_kwargs)
-        self._params = read_params(sampling_params)
+        self._params = read_params(sampling_params, runtime.default_params)
         self._messages = checked_messages(messages) if messages else []
         self._ids: list[int] = []  # of the last prompt and its answer; never changed in place
         # plain turns: text after them that no prompt has held yet
@@ -134,7 +137,9 @@ class Conversation:
             yield chunk
 
     def _of_turn(self, sampling_params: Params) -> SamplingParams:
-        params = self._params if sampling_params is None else read_params(sampling_params)
+        params = self._params
+        if sampling_params is not None:
+            params = read_params(sampling_params, self._runtime.default_params)
         if not params.detokenize:
             raise ParameterError("a conversation needs the text of its answers, but detokenize is False")
         return params

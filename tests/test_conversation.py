@@ -42,6 +42,7 @@ class FakeRuntime:
     prompts: list[list[int]] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
     context_length: int = 4096
+    default_params: SamplingParams = field(default_factory=SamplingParams)
 
     def will_say(self, *ids: int, reason: FinishReason = FinishReason.STOP) -> None:
         self.answers.append((list(ids), reason))
@@ -381,6 +382,16 @@ def test_parameters_of_one_turn(chatml: Tokenizer) -> None:
     runtime.will_say(5)
     list(talk.stream("hello", own))
     assert runtime.params == [SamplingParams(), own, SamplingParams(), own]
+
+
+def test_what_is_not_given_has_the_defaults_of_the_runtime(chatml: Tokenizer) -> None:
+    """Such as those of the model's own generation_config."""
+    runtime = FakeRuntime(chatml, default_params=SamplingParams(temperature=0.125, top_k=7))
+    for asked, turn in ((None, None), ({"top_k": 3}, None), (None, {"top_k": 3}), (SamplingParams(), None)):
+        runtime.will_say(*chatml.encode("no<|im_end|>", add_special_tokens=False))
+        Conversation(runtime, sampling_params=asked).say("why?", turn)
+    own, changed = runtime.default_params, replace(runtime.default_params, top_k=3)
+    assert runtime.params == [own, changed, changed, SamplingParams()]
 
 
 def test_bad_words_and_no_tokenizer(chatml: Tokenizer) -> None:

@@ -325,13 +325,18 @@ class ScannedBatch:
             with StandardOutput(batch.scratch, len(self.lines)) as output:
                 yield StreamSink(output)
             return
+        settings: dict[str, Any] = {"seed": seed}
+        if batch.options.strict_form:
+            settings["strict_form"] = True
+        if self.lines.cuts_hash is not None:
+            settings["lengths that the context allows"] = self.lines.cuts_hash
         manifest = Manifest(
             num_records=len(self.lines),
             input={"lines": self.lines.input_hash},
             weights=weights(),
             tokenizer={"token ids of the input": self.lines.tokens_hash},
             parameters=parameters_as_json(batch.default_params),
-            settings={"seed": seed, **({"strict_form": True} if batch.options.strict_form else {})},
+            settings=settings,
         )
         options = batch.options
         yield JournalSink(

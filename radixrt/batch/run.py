@@ -523,7 +523,7 @@ class BatchRun(Generic[R]):
         if whole is None:
             return
         if isinstance(whole.cause, ReplicaLostError):  # it has run nowhere to its end
-            error = LineError(LineErrorType.FAILED, str(whole.error), reply)
+            error = LineError(LineErrorType.FAILED, str(whole.failure), reply)
             self._records.refuse(line.position, error)
         elif self._records.answer(line.position, reply, whole):
             self._meter.count(whole)

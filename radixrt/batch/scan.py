@@ -88,6 +88,8 @@ class Scan:
         input_hash: hash of all these lines.
         tokens_hash: hash of all prompts' tokens, which depend on the tokenizer and its chat template; an empty
             text has none in it.
+        cuts_hash: hash of how long answers may be where the context ends them before their own maximum; None if
+            it ends none.
         problems: the first MAX_NAMED bad lines.
         num_problems: bad lines of each kind.
     """
@@ -100,6 +102,7 @@ class Scan:
     is_bad: BoolArray
     input_hash: str
     tokens_hash: str
+    cuts_hash: str | None
     problems: tuple[Problem, ...]
     num_problems: dict[LineErrorType, int]
     _entries: Path
@@ -184,6 +187,7 @@ class _Writer:
         self._path = folder / _ENTRIES_FILE
         self._tokens = TokenWriter(folder)
         self._hash, self._tokens_hash = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
+        self._cuts_hash, self._has_cuts = hashlib.blake2b(digest_size=16), False
         self._block: list[tuple[int, InputRecord | LineError]] = []
         self._ids: set[bytes] = set()  # hashes of the sound lines' custom_ids
         self._columns: list[tuple[int, int, int, int, bool]] = []  # line, new tokens, answers, match limit, bad
@@ -248,6 +252,7 @@ class _Writer:
             is_bad=columns[:, 4].astype(np.bool_),
             input_hash=self._hash.hexdigest(),
             tokens_hash=self._tokens_hash.hexdigest(),
+            cuts_hash=self._cuts_hash.hexdigest() if self._has_cuts else None,
             problems=tuple(self._problems),
             num_problems=dict(self._counts),
             _entries=self._path,
@@ -279,6 +284,9 @@ class _Writer:
             return np.zeros(0, np.int32), entry
         prompt_len, params = len(checked.prompt_ids), record.sampling_params
         self._columns.append((line, checked.max_new_tokens, params.n, params.match_limit(prompt_len), False))
+        if checked.max_new_tokens < params.max_new_tokens:
+            self._cuts_hash.update(b"%d %d\n" % (line, checked.max_new_tokens))
+            self._has_cuts = True
         reply = record.reply
         if params.form is not None:  # `line_format` tells what has compiled it
             reply = {**reply, FORM_ENGINE: getattr(getattr(checked, "form", None), "engine", None)}

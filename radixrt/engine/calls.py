@@ -53,7 +53,7 @@ class PendingCall(Generic[N]):
         """Take a request off, with its output as news."""
         news: N | Exception = self._news_of(first, output)
         if output.cause is not None and self._on_error == "raise":
-            news = PassError(f"prompt {output.index}: {output.error}")
+            news = PassError(f"prompt {output.index}: {output.failure}")
             news.__cause__ = output.cause
         self._news.append(news)
         del self.requests[first.request.id]

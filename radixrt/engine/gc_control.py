@@ -14,6 +14,7 @@ NEW_OBJECTS = 10_000  # after which new ones are looked through; Python's defaul
 _lock = threading.RLock()  # the collector may end a forgotten call here
 _calls = 0  # in progress, of all threads
 _thresholds = gc.get_threshold()  # without calls
+_is_own = False  # whether what is frozen is what this has frozen
 _thaws = itertools.count(1)
 
 
@@ -25,12 +26,14 @@ def old_objects_left_alone() -> Iterator[None]:
     list of prompts takes. Garbage of the calls is collected as ever, but less often: what requests leave goes
     without the collector, and most of it before there are so many new objects. `gc.freeze` sets the collector's
     counters to 0, so short calls would put off full collections for ever: now and then one is made between calls.
+    What somebody else has frozen stays so, and nothing more is.
     """
-    global _calls, _thresholds
+    global _calls, _thresholds, _is_own
     with _lock:
         _calls += 1
         if _calls == 1:
-            gc.freeze()
+            if _is_own := not gc.get_freeze_count():
+                gc.freeze()
             _thresholds = first, *others = gc.get_threshold()
             if first:  # it is not switched off
                 gc.set_threshold(max(first, NEW_OBJECTS), *others)
@@ -40,7 +43,8 @@ def old_objects_left_alone() -> Iterator[None]:
         with _lock:
             _calls -= 1
             if is_last := _calls == 0:
-                gc.unfreeze()
+                if _is_own:
+                    gc.unfreeze()
                 gc.set_threshold(*_thresholds)
         if is_last and next(_thaws) % CALLS_PER_COLLECTION == 0:
             gc.collect()

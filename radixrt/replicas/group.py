@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -26,6 +27,7 @@ from radixrt.cache.cache_stats import CacheStats
 from radixrt.checks import check_float, check_int
 from radixrt.config import RuntimeConfig
 from radixrt.engine.gc_control import old_objects_left_alone
+from radixrt.engine.signals import deferred
 from radixrt.errors import DeviceLostError, PassError, RadixrtError, ReplicaLostError
 from radixrt.frontend.arguments import OnError, Params, Prompt, listed_prompts
 from radixrt.frontend.request_builder import builder_without_weights
@@ -104,7 +106,7 @@ class ReplicaGroup:
             links, num_replicas = Processes(placed), len(placed)
         self._links, self._calls = links, itertools.count()
         self._clock = clock
-        self._is_open = False  # whether a call is not over
+        self._call = threading.Lock()  # held by a call that is not over
         self.lanes: tuple[Replica, ...] = ()
         try:
             for number in range(num_replicas or 1):
@@ -150,10 +152,8 @@ class ReplicaGroup:
         Raises DeviceLostError once no replica is left, and RadixrtError while another call is not over.
         """
         self._check_open()
-        if self._is_open:
-            raise RadixrtError("a group answers one call at a time, and another one is not over")
         listed, _ = listed_prompts(prompts)
-        with old_objects_left_alone():
+        with self._only_call(), old_objects_left_alone():
             yield from self._answers(listed, sampling_params, on_error, progress)
 
     def _answers(
@@ -167,7 +167,6 @@ class ReplicaGroup:
             self._builder, prompts, sampling_params, True, None, None, on_error, call=next(self._calls)
         )
         work: _Work | None = None
-        self._is_open = True
         try:
             yield from outputs
             if not requests:
@@ -177,11 +176,10 @@ class ReplicaGroup:
                 while not work.is_done:
                     for output in work.step():
                         if output.cause is not None and on_error == "raise":
-                            raise PassError(f"prompt {output.index}: {output.error}") from output.cause
+                            raise PassError(f"prompt {output.index}: {output.failure}") from output.cause
                         bar.update()
                         yield output
         finally:
-            self._is_open = False
             for each in self.lanes:
                 each.abort(*(() if work is None else work.running))
 
@@ -193,7 +191,11 @@ class ReplicaGroup:
 
         if options.get("default_params") is None:
             options["default_params"] = self.default_params
-        return run_batch(self, input_path, output_path, **options)
+        self._check_open()
+        with self._only_call():
+            while self.has_work:  # of a call that was left early: it was aborted, and nobody has looked since
+                self.step()
+            return run_batch(self, input_path, output_path, **options)
 
     # -- step by step: a `BatchRuntime` ----------------------------------------------------------------------
 
@@ -321,6 +323,16 @@ class ReplicaGroup:
 
     # -- inside ------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _only_call(self) -> Iterator[None]:
+        """Two calls at once would take each other's answers."""
+        if not self._call.acquire(blocking=False):
+            raise RadixrtError("a group answers one call at a time, and another one is not over")
+        try:
+            yield
+        finally:
+            self._call.release()
+
     def _check_open(self) -> None:
         if not self.lanes:
             raise RadixrtError("the group is closed")
@@ -328,11 +340,12 @@ class ReplicaGroup:
     def received(self) -> list[RequestOutput]:
         """What has ended, as `step` without waiting."""
         outputs: list[RequestOutput] = []
-        for lane in self.lanes:
-            if not lane.is_gone:
-                outputs += lane.receive()
-                if lane.refusal is not None:
-                    raise lane.refusal
+        with deferred():  # what is read of a link and not noted is lost
+            for lane in self.lanes:
+                if not lane.is_gone:
+                    outputs += lane.receive()
+                    if lane.refusal is not None:
+                        raise lane.refusal
         if not outputs and all(lane.is_gone for lane in self.lanes):
             raise DeviceLostError("no replica is left; the log says why each was lost")
         return outputs

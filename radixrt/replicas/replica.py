@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from radixrt.cache.cache_stats import CacheStats
+from radixrt.engine.signals import deferred
 from radixrt.errors import RadixrtError, ReplicaLostError
 from radixrt.limits import RunLimits
 from radixrt.output import FinishReason, RequestOutput
@@ -155,18 +156,20 @@ class Replica:
 
     def submit(self, *requests: Request) -> None:
         """Send requests, which it serves in this order."""
-        if not self._unfinished:
-            self._heard = self._clock()  # it had nothing to say
-        self._unfinished |= {request.id: request for request in requests}
-        self._waiting |= dict.fromkeys(request.id for request in requests)
-        self._tokens_asked += sum(map(_most_tokens, requests))
-        for begin in range(0, len(requests), SENT_AT_ONCE):
-            self.link.send(requests_message(requests[begin : begin + SENT_AT_ONCE]))
+        with deferred():  # half a message, or one that is sent twice, would spoil all that follow
+            if not self._unfinished:
+                self._heard = self._clock()  # it had nothing to say
+            self._unfinished |= {request.id: request for request in requests}
+            self._waiting |= dict.fromkeys(request.id for request in requests)
+            self._tokens_asked += sum(map(_most_tokens, requests))
+            for begin in range(0, len(requests), SENT_AT_ONCE):
+                self.link.send(requests_message(requests[begin : begin + SENT_AT_ONCE]))
 
     def abort(self, *ids: int | str) -> None:
         """End requests at its next step, of those that it has."""
         if own := [request_id for request_id in ids if request_id in self._unfinished]:
-            self.link.send(Message({"abort": own}))
+            with deferred():
+                self.link.send(Message({"abort": own}))
 
     def has_begun(self, request: Request) -> bool:
         """Whether it has computed some of a request, or has ended it, or never had it."""

@@ -378,6 +378,9 @@ def test_a_run_of_something_else_is_not_gone_on_with(files: tuple[Path, Path]) -
     other = FakeRuntime()
     other.seed = 1
     refused("settings.seed is 0 there and 1 here", other)
+    other = FakeRuntime()
+    other.builder.context_length -= 10
+    refused("settings.lengths that the context allows", other)
     write(files[0], [good(n) for n in range(1, 5)])
     refused("input.lines")
     refused("input.lines", overwrite=True)

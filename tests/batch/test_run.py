@@ -18,7 +18,7 @@ from radixrt.batch.formats.line_format import record_error
 from radixrt.batch.formats.record import LineErrorType
 from radixrt.batch.job import BatchInterrupted, run_batch
 from radixrt.batch.journal.run_folder import run_path
-from radixrt.errors import DeviceLostError, ErrorRateError, ParameterError
+from radixrt.errors import DeviceLostError, ErrorRateError, ParameterError, PassError
 from radixrt.output import RequestOutput
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.booking import Booking
@@ -179,6 +179,14 @@ def test_one_of_several_answers_fails(tmp_path: Path) -> None:
     (record,) = read(out)
     assert failed == [1]
     assert [answer["finish_reason"] for answer in record["outputs"]] == ["length"] * 3
+
+
+def test_an_answer_that_is_not_the_first_says_why_it_has_failed() -> None:
+    """The first one has ended whole."""
+    runtime = simulated_runtime()
+    runtime.hooks.launch_fault = failing(lambda booking: all(answer.parent for answer in booking.answers))
+    with pytest.raises(PassError, match="prompt 0: its pass failed: RuntimeError: out of something"):
+        runtime.generate([4, 4, 1, 2], SamplingParams(max_new_tokens=8, n=2, stop_token_ids=(1,)))
 
 
 # -- one request alone -------------------------------------------------------------------------------------

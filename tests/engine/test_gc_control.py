@@ -39,6 +39,22 @@ def test_only_new_garbage_is_collected_until_the_last_call_ends() -> None:
         gc.enable()
 
 
+def test_what_somebody_else_has_frozen_stays_so() -> None:
+    gc.collect()
+    old = garbage()
+    gc.freeze()
+    try:
+        count = gc.get_freeze_count()
+        for _ in range(2):
+            with old_objects_left_alone(), old_objects_left_alone():
+                assert gc.get_freeze_count() == count
+            assert gc.get_freeze_count() == count
+        gc.collect()
+        assert old() is not None
+    finally:
+        gc.unfreeze()
+
+
 def test_short_calls_do_not_put_off_full_collections_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("radixrt.engine.gc_control.CALLS_PER_COLLECTION", 5)
     gc.collect()

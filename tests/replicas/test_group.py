@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
+import signal
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -15,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from radixrt.errors import DeviceLostError, ParameterError, PassError, PromptError, RadixrtError
-from radixrt.listed import demands_of
+from radixrt.listed import demands_of, listed_requests
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, Usage
 from radixrt.replicas.group import ReplicaGroup
 from radixrt.replicas.messages import ended_message, state_as_json
@@ -25,6 +27,7 @@ from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.activity import Activity
 from radixrt.schedule.booking import Booking
 from radixrt.schedule.request import Request
+from radixrt.workers.channel import Message
 from tests.support.local_replicas import Killed, LocalLink, LocalLinks
 from tests.support.runtimes import SIZES, scheduled_runtime, simulated_runtime
 
@@ -386,6 +389,33 @@ def test_one_call_at_a_time_and_one_left_early() -> None:
         assert not group.has_work
 
 
+@pytest.mark.parametrize("place", ["send", "receive"])
+@pytest.mark.parametrize("nth", [0, 1])
+def test_a_call_after_ctrl_c_in_the_middle_of_a_message(
+    place: str, nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = itertools.count(nth, -1)
+
+    def send(link: LocalLink, message: Message) -> None:
+        if next(left) == 0:
+            signal.raise_signal(signal.SIGINT)
+        original(link, message)
+
+    def receive(link: LocalLink) -> list[Message]:
+        messages: list[Message] = original(link)
+        if any(message.body.get("ended") for message in messages) and next(left) == 0:
+            signal.raise_signal(signal.SIGINT)
+        return messages
+
+    with group_of(LocalLinks(simulated_runtime), 2) as group:
+        original: Any = getattr(LocalLink, place)
+        monkeypatch.setattr(LocalLink, place, send if place == "send" else receive)
+        with pytest.raises(KeyboardInterrupt):
+            group.generate(tree(30), PARAMS)
+        assert [each.index for each in group.generate(tree(12), PARAMS)] == list(range(12))
+        assert not group.has_work
+
+
 def test_a_call_is_open_from_its_first_output_on() -> None:
     """Two at once would take each other's answers."""
     with group_of(LocalLinks(simulated_runtime), 2) as group:
@@ -395,6 +425,22 @@ def test_a_call_is_open_from_its_first_output_on() -> None:
             group.generate(tree(3), PARAMS)
         assert len(list(calls)) == 5
         assert len(group.generate(tree(3), PARAMS)) == 3
+
+
+def test_a_call_is_open_before_its_requests_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused: list[str] = []
+    with group_of(LocalLinks(simulated_runtime), 2) as group:
+
+        def make(*arguments: Any, **options: Any) -> Any:
+            """As another thread may call just then."""
+            with pytest.raises(RadixrtError) as error:
+                group.generate(tree(3), PARAMS)
+            refused.append(str(error.value))
+            return listed_requests(*arguments, **options)
+
+        monkeypatch.setattr("radixrt.replicas.group.listed_requests", make)
+        assert len(group.generate(tree(5), PARAMS)) == 5
+    assert [text[:34] for text in refused] == ["a group answers one call at a time"]
 
 
 def test_scored_prompts_are_planned_as_they_are_scheduled() -> None:
@@ -494,6 +540,18 @@ def test_a_batch(batch: tuple[Path, list[Any]], order: Any, tmp_path: Path) -> N
     if order == "planned":
         assert report.run.repeated_tokens > 0
         assert report.run.predicted_hit_rate == pytest.approx(report.run.hit_rate, abs=0.1)
+
+
+def test_a_batch_after_a_call_that_was_left_early(batch: tuple[Path, list[Any]], tmp_path: Path) -> None:
+    path, expected = batch
+    with group_of(LocalLinks(simulated_runtime), 2) as group:
+        calls = group.generate_iter(tree(30), PARAMS)
+        next(calls)
+        with pytest.raises(RadixrtError, match="one call at a time"):
+            group.run_batch(path, tmp_path / "out.jsonl")
+        calls.close()  # type: ignore[attr-defined]
+        assert group.has_work, "nobody has looked at what became of them"
+        assert group.run_batch(path, tmp_path / "out.jsonl").requests == len(expected)
 
 
 @settings(max_examples=15, deadline=None)
@@ -614,6 +672,30 @@ def test_lines_that_kill_their_process(
         if killing and not failing:
             with pytest.raises(PassError, match="ends each process that runs it"):
                 group.generate(prompts, PARAMS)
+
+
+@pytest.mark.parametrize("kills", [True, False])
+def test_a_part_that_is_not_the_first_says_why_it_has_failed(kills: bool, tmp_path: Path) -> None:
+    def fail(booking: Booking) -> Exception | None:
+        if all(answer.sample_index < 40 for answer in booking.answers):
+            return None
+        if kills:
+            raise Killed
+        return RuntimeError("out of something")
+
+    def made() -> Runtime:
+        runtime = simulated_runtime()
+        runtime.hooks.launch_fault = fail
+        return runtime
+
+    why = "ends each process that runs it" if kills else "out of something"
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps({"token_ids": [1, 2, 3], "max_tokens": 4, "n": 60}) + "\n")
+    with group_of(LocalLinks(made), 2) as group:
+        assert group.run_batch(source, output).errors == 1
+        assert why in records(output)[0]["error"]["message"]
+        with pytest.raises(PassError, match=why):
+            group.generate([[1, 2, 3]], replace(PARAMS, n=60))
 
 
 @pytest.mark.parametrize(("num_replicas", "count"), [(1, 4), (2, 4), (1, 20), (3, 20)])
