@@ -86,6 +86,8 @@ def _read_compressed(given: Mapping[str, Any]) -> Quantization:
     group = next(iter(groups.values()), None) if isinstance(groups, Mapping) and len(groups) == 1 else None
     if not isinstance(group, Mapping) or group.get("targets") != ["Linear"]:
         raise _refusal("has other config_groups than one, with the targets ['Linear']")
+    if given.get("transform_config"):
+        raise _refusal("has a transform_config, whose rotations of inputs are not made")
     if given.get("format") == "pack-quantized":
         return _read_packed(given, group)
     for part in ("weights", "input_activations"):

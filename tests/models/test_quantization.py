@@ -48,6 +48,10 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "packed": (checkpoints.phi3, "compressed channels"),
     "short convolutions": (partial(checkpoints.lfm2, **SHAPE, block_auto_adjust_ff_dim=False), "fp8 blocks"),
     "rows in another order": (checkpoints.glm4, "compressed channels"),
+    "rows in another order, within blocks": (
+        partial(checkpoints.glm4, hidden_size=256, head_dim=64, initializer_range=0.05),
+        "compressed blocks",
+    ),
     "the text of a model with images": (checkpoints.mistral_with_images, "compressed channels"),
 }
 
@@ -353,6 +357,13 @@ def test_blocks_of_rows_that_are_put_in_another_order(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
+def test_blocks_in_which_some_heads_lie_in_part(tmp_path: Path) -> None:
+    """Where rows are put in another order, within heads."""
+    write(checkpoints.glm4(hidden_size=256, head_dim=96), tmp_path, "compressed blocks")
+    with pytest.raises(ModelError, match=r"[qk]_proj.weight_scale is of blocks of 128 rows, .* 128; it is 96"):
+        load_model(tmp_path)
+
+
 # --- config.json ---
 
 
@@ -388,6 +399,7 @@ REFUSED: list[tuple[object, str]] = [
     (compressed_config(config_groups={}), "other config_groups than one"),
     (compressed_config(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme, whose scales of KV are not read"),
     (compressed_config(sparsity_config={"format": "sparse-24-bitmask"}), "has a sparsity_config"),
+    (compressed_config(transform_config={"config_groups": {"R4": {}}}), "transform_config, whose rotations of in"),
     (
         compressed_config(
             config_groups={"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int"}}}
