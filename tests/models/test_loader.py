@@ -258,10 +258,17 @@ def test_rotary_frequencies_of_old_checkpoints_are_ignored(folder: Path) -> None
 
 
 def test_a_tied_head_in_a_checkpoint_is_ignored(tmp_path: Path) -> None:
+    """If it is the embedding; transformers takes another one, in spite of config.json."""
     reference = checkpoints.llama(tie_word_embeddings=True)
     checkpoints.write(reference, tmp_path)
-    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
-    edit_weights(tmp_path, lambda w: w.update({"lm_head.weight": torch.zeros(3, 3)}))
+    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    other = embedding.clone()
+    other[-1, -1] += 1
+    for head in (torch.zeros(3, 3), other):
+        edit_weights(tmp_path, lambda w, head=head: w.update({"lm_head.weight": head}))
+        with pytest.raises(ModelError, match=r"tensor lm_head.weight in .*model.safetensors differs from the emb"):
+            load_model(tmp_path)
+    edit_weights(tmp_path, lambda w: w.update({"lm_head.weight": embedding.clone()}))
     model, _ = load_model(tmp_path)
     assert "lm_head.weight" not in dict(model.checkpoint_tensors())
     assert model.head.weight is model.embedding.weight
