@@ -239,15 +239,22 @@ def test_experts_whose_blocks_are_cut_or_that_are_left_as_they_are(
 
 
 def test_experts_quantised_as_they_are_loaded(tmp_path: Path, holding: dict[str, Any]) -> None:
+    """Without kernels the rounded numbers are held."""
     checkpoints.write(checkpoints.mixtral(), tmp_path)
-    plain, _ = load_model(tmp_path, device=holding["device"], dtype="float32")
+    options = {"device": holding["device"], "dtype": "float32"}
+    plain, _ = load_model(tmp_path, **options)
     held, _ = load_model(tmp_path, quantization="fp8", **holding)
-    for ours, theirs in zip(experts_of(held), experts_of(plain), strict=True):
-        for stack, expected in ((ours.gate_up, theirs.gate_up), (ours.down, theirs.down)):
+    rounded, _ = load_model(tmp_path, quantization="fp8", impl="torch", **options)
+    for ours, values, theirs in zip(*map(experts_of, (held, rounded, plain)), strict=True):
+        for stack, rows, expected in (
+            (ours.gate_up, values.gate_up, theirs.gate_up),
+            (ours.down, values.down, theirs.down),
+        ):
             for expert in range(len(expected)):
                 codes, scale = quantised_weight(expected[expert], blocks=False)
                 assert torch.equal(stack.values[expert].float(), codes.float())
                 assert torch.equal(stack.scale[expert], scale)
+                assert torch.equal(rows[expert], dequantised_weight(codes, scale))
 
 
 def test_other_weights_in_place(tmp_path: Path, holding: dict[str, Any]) -> None:
