@@ -96,9 +96,14 @@ def held_places(
 
 
 def plain_places(name: str, weight: Tensor, quantization: Quantization | None) -> Iterator[tuple[str, Place]]:
-    """The same where `weight` `[N, K]` is held in the model's dtype: what is quantised is dequantised."""
-    if quantization is None or quantization.scale_name is None or quantization.ignores(name):
+    """The same where `weight` `[N, K]` is held in the model's dtype: what is quantised is dequantised, and what is
+    to be in e4m3 is rounded.
+    """
+    if quantization is None or quantization.ignores(name):
         yield f"{name}.weight", weight
+        return
+    if quantization.scale_name is None:
+        yield f"{name}.weight", rounded_place(weight) if quantization.words is None else weight
         return
     if quantization.words is not None:
         yield from plain_int4_places(name, weight, quantization.words)

@@ -11,7 +11,7 @@ from layers.int4_places import held_int4_places
 from layers.place import LeftPlain, Place
 from layers.placement import Placement
 from layers.products import Product
-from layers.quantization import Scales, held_places, plain_places, rounded_place
+from layers.quantization import Scales, held_places, plain_places
 from triton_ops.activations.quantised_rows import BLOCK, QuantisedRows
 from triton_ops.e4m3 import E4M3
 from triton_ops.implementation import cdiv, gpu_of, has_gluon, runs_triton
@@ -130,7 +130,5 @@ class Weight(nn.Module):
             unit = BLOCK if self.scale.dim() == 2 else 1
             scale = self.scale[start // unit : cdiv(stop, unit)]
             yield from held_places(name, values, scale, self.quantization)
-        elif self.quantization.scale_name is None and self.quantization.words is None:
-            yield f"{name}.weight", rounded_place(values)
         else:
             yield from plain_places(name, values, self.quantization)

@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -148,11 +148,13 @@ class ModelConfig:
         try:
             whole = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
             source = _text_config(whole, architecture, raw)
+            if getattr(source, "rope_parameters", None):  # as transformers before it computes frequencies
+                source.standardize_rope_params()
             own = cls.read_family(source)
             config = cls(
                 **{**_read_common(source, own, recurrent=cls.recurrent_type), **own},
                 architecture=architecture,
-                eos_token_ids=_end_tokens(folder, source.eos_token_id),
+                eos_token_ids=_end_tokens(folder, source.eos_token_id, source.vocab_size),
                 quantization=next((found for found in quantizations if found is not None), None),
             )
         except ModelError:
@@ -180,6 +182,11 @@ class ModelConfig:
 
     def check(self) -> None:
         """Raise ModelError if the fields describe no model that can be built."""
+        for own in fields(self):
+            if own.type in ("int", int) and type(value := getattr(self, own.name)) is not int:
+                raise ModelError(f"{own.name} of config.json is {value!r}; it must be a whole number")
+        if not 0 <= self.rms_norm_eps < math.inf:
+            raise ModelError(f"the eps of norms is {self.rms_norm_eps}; it must be a number from 0 on")
         if self.num_heads % self.num_kv_heads:
             raise ModelError(
                 f"num_attention_heads {self.num_heads} is not a multiple of "
@@ -329,7 +336,8 @@ def _text_config(whole: Any, architecture: str, raw: Mapping[str, Any]) -> Any:
     """The part of a config that is about text, or all of it. Raises ModelError where it is of another model.
 
     `raw` is config.json itself: where it does not say whether embeddings are tied, the text's own default counts,
-    as transformers' default for the whole model may be another one.
+    as transformers' default for the whole model may be another one. Special tokens of the whole model come before
+    those of its text, which may be defaults.
     """
     text_models = text_models_of(architecture)
     if not text_models:
@@ -345,12 +353,12 @@ def _text_config(whole: Any, architecture: str, raw: Mapping[str, Any]) -> Any:
     source.tie_word_embeddings = tied[0] if tied else type(source)().tie_word_embeddings
     source.dtype = source.dtype or whole.dtype
     for name in ("bos_token_id", "eos_token_id"):
-        if getattr(source, name, None) is None:
+        if raw.get(name) is not None or getattr(source, name, None) is None:
             setattr(source, name, getattr(whole, name, None))
     return source
 
 
-def _optional(source: Any, name: str, default: Any) -> Any:
+def optional(source: Any, name: str, default: Any) -> Any:
     """A field of a config, if its type knows it.
 
     A config.json may hold names that the model's type does not know (a Llama with a sliding_window, say);
@@ -369,11 +377,9 @@ def read_attention(source: Any, *, recurrent: str | None = None) -> tuple[Attent
     have none. Raises ModelError, also for layers of a type that is neither that nor one of attention.
     """
     num_layers, trained_length = source.num_hidden_layers, source.max_position_embeddings
-    window = _optional(source, "sliding_window", None)
-    types = _optional(source, "layer_types", None) or [None] * num_layers
-    rotated = _optional(
-        source, "no_rope_layers", [True] * num_layers
-    )  # by transformers' convention, 1 is for rope
+    window = optional(source, "sliding_window", None)
+    types = optional(source, "layer_types", None) or [None] * num_layers
+    rotated = optional(source, "no_rope_layers", [True] * num_layers)  # by transformers' convention, 1 is for rope
     for name, values in (("layer_types", types), ("no_rope_layers", rotated)):
         if len(values) < num_layers:
             raise ModelError(f"{name} has {len(values)} entries, but the model has {num_layers} layers")
@@ -402,8 +408,10 @@ def _read_common(source: Any, own: Mapping[str, Any], *, recurrent: str | None) 
     """Read the fields that all families have, with the `attention` that a family has read itself, if it has;
     `recurrent` as in `read_attention`.
     """
-    if _optional(source, "use_bidirectional_attention", None):
+    if optional(source, "use_bidirectional_attention", None):
         raise ModelError("use_bidirectional_attention is not supported")
+    if not getattr(source, "is_causal", True):  # transformers reads it of any model
+        raise ModelError("is_causal is false: attention that is not causal is not supported")
     # Quantised checkpoints hold the rest in bfloat16.
     usual_dtype = torch.bfloat16 if getattr(source, "quantization_config", None) else torch.float32
     attention, trained_length = own.get("attention"), source.max_position_embeddings
@@ -422,10 +430,10 @@ def _read_common(source: Any, own: Mapping[str, Any], *, recurrent: str | None) 
         "max_context_length": min(lengths, default=trained_length),
         "rms_norm_eps": getattr(source, "rms_norm_eps", None),  # some families call it otherwise
         "attention": attention,
-        "activation": _optional(source, "hidden_activation", getattr(source, "hidden_act", None)),
+        "activation": optional(source, "hidden_activation", getattr(source, "hidden_act", None)),
         "tie_word_embeddings": source.tie_word_embeddings,
-        "attention_bias": _optional(source, "attention_bias", False),
-        "mlp_bias": _optional(source, "mlp_bias", False),
+        "attention_bias": optional(source, "attention_bias", False),
+        "mlp_bias": optional(source, "mlp_bias", False),
         "initializer_range": source.initializer_range,
         "dtype": source.dtype or usual_dtype,
         "bos_token_id": source.bos_token_id,
@@ -442,13 +450,15 @@ def generation_defaults(folder: Path) -> SamplingParams:
         raise ModelError(f"{file} cannot be used: {error}") from error
 
 
-def _end_tokens(folder: Path, config_value: object) -> tuple[int, ...]:
-    """Read the end tokens of generation_config.json, or config.json's where it has none."""
+def _end_tokens(folder: Path, config_value: object, vocab_size: int) -> tuple[int, ...]:
+    """Read the end tokens of generation_config.json, or config.json's where it has none; those that the model has
+    no logits for, such as -1, end nothing.
+    """
     file = folder / "generation_config.json"
     value = read_json(file).get("eos_token_id") if file.exists() else None
     if value is None:
         value = config_value
-    tokens = [] if value is None else value if isinstance(value, list) else [value]
+    tokens: list[Any] = [] if value is None else value if isinstance(value, list) else [value]
     if not all(type(token) is int for token in tokens):
         raise ModelError(f"eos_token_id must be a token id or a list of them, but is {value!r}")
-    return tuple(sorted(set(tokens)))
+    return tuple(sorted({token for token in tokens if 0 <= token < vocab_size}))

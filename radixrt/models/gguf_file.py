@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
 SUFFIX = ".gguf"
-VERSION = 1  # of what is written here
+VERSION = 2  # of what is written here
 CACHE_VARIABLE = "RADIXRT_CACHE"
 SHARD_BYTES = 2**31
 
@@ -80,6 +80,8 @@ _SIZES = {
 _ENDS = {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"}
 _CONTROL = (3, 4)  # token types: control, user-defined
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+# What else may be told of yarn, and what changes nothing.
+_OF_YARN = {"yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "attn_factor": 1.0, "yarn_log_multiplier": 0.0}
 _EXPERT = re.compile(r"(.*\.experts)\.([0-9]+)\.(\w+)\.weight")
 
 _log = logging.getLogger(__name__)
@@ -172,6 +174,8 @@ def _checked_architecture(file: Path, reader: GGUFReader) -> str:
     check_sizes(sizes)
     if sizes["num_experts"] and arch != "qwen3moe":
         raise ModelError(f"{file} is a mixture of experts of the architecture {arch}, which is not supported")
+    if _field(reader, f"{arch}.attention.causal") in (False, 0):
+        raise ModelError(f"{file} has attention that is not causal, which is not supported")
     if (_field(reader, "split.count") or 1) > 1:
         raise ModelError(f"{file} is one of several files; join them: llama-gguf-split --merge FIRST JOINED")
     return str(arch)
@@ -267,7 +271,13 @@ def _rope(config: Any, arch: str, reader: GGUFReader, tensors: dict[str, ReaderT
     elif kind == "linear":
         found |= {"rope_type": "linear", "factor": _as_written(factor)}
     elif kind == "yarn":
+        for name, neutral in _OF_YARN.items():
+            if (value := number(f"scaling.{name}")) not in (None, neutral):
+                raise ModelError(f"{arch}.rope.scaling.{name} is {value}, which is not supported with yarn")
         found |= {"rope_type": "yarn", "factor": _as_written(factor), "original_max_position_embeddings": original}
+        for name in ("beta_fast", "beta_slow"):
+            if (beta := number(f"scaling.yarn_{name}")) is not None:
+                found[name] = _as_written(beta)
     elif kind != "none":
         raise ModelError(f"{arch}.rope.scaling.type is {kind!r}; none, linear and yarn are supported")
     return found

@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layers.quantization import Scales
 from radixrt.errors import ModelError
 from radixrt.models.config import ModelConfig
 from radixrt.models.decoder import Attention, Decoder, FeedForward
 from radixrt.models.sandwich import SandwichBlock, SandwichDecoder
+from triton_ops.activations.quantised_rows import BLOCK
 
 _ROTATED = re.compile(r".*\.self_attn\.[qk]_proj\.(weight|bias|weight_scale|weight_packed)")
+_ROTATED_SCALES = re.compile(r".*\.self_attn\.[qk]_proj\.weight_scale")
 _ROTATED_BLOCKS = re.compile(r".*\.self_attn\.[qk]_proj\.(weight_scale_inv|qweight|qzeros|scales)")
 
 
@@ -82,7 +85,14 @@ def in_halves(config: ModelConfig, name: str, tensor: Tensor) -> Tensor:
         raise ModelError(
             f"tensor {name} is of blocks or words of rows, but these rows are loaded in another order"
         )
-    rope = config.attention[0].rope
+    rope, quantization = config.attention[0].rope, config.quantization
+    if _ROTATED_SCALES.fullmatch(name) and quantization is not None and quantization.scales is Scales.BLOCK:
+        if BLOCK % config.head_dim:
+            raise ModelError(
+                f"tensor {name} is of blocks of {BLOCK} rows, but these rows are loaded in another order, which "
+                f"blocks do not see where head_dim divides {BLOCK}; it is {config.head_dim}"
+            )
+        return tensor
     if not _ROTATED.fullmatch(name) or len(tensor) % config.head_dim or rope is None:
         return tensor
     heads = tensor.view(-1, config.head_dim, *tensor.shape[1:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -47,6 +48,8 @@ STORED_DTYPES = ("F64", "F32", "BF16", "F16")
 PACKED_DTYPES = ("U8",)  # of tensors that stay in the bits they are stored in
 STORED_E4M3 = "F8_E4M3"
 WORDS_DTYPE = "I32"  # of weights in 4 bits
+
+_COMPARED_ROWS = 4096  # at once: bounds the memory
 
 # Random numbers in dummy weights before they repeat: a prime, so that rows of a matrix differ.
 DUMMY_PERIOD = 4194301
@@ -312,6 +315,7 @@ def _check_stored(model: Decoder, config: ModelConfig, files: WeightFiles, store
                 )
             _check_dtype_of(tensor, name, place)
     _check_groups(model, config, stored)
+    _check_tied_head(model, config, stored)
     wrong = []
     if missing:
         wrong.append(f"{len(missing)} tensors are missing: {abbreviate(sorted(missing))}")
@@ -364,6 +368,36 @@ def _check_groups(model: Decoder, config: ModelConfig, stored: list[StoredTensor
                     f"tensor {name} in {tensor.file} puts inputs into groups in another order than theirs; take a "
                     "checkpoint with desc_act false, or one that is not quantised"
                 )
+
+
+def _check_tied_head(model: Decoder, config: ModelConfig, stored: list[StoredTensor]) -> None:
+    """Raise ModelError where a head is stored that is tied by config.json, and yet another than the embedding."""
+    if not config.tie_word_embeddings:
+        return
+    found: dict[str, StoredTensor] = {}
+    for tensor in stored:
+        for name, _ in _parts(model, config, tensor.name, torch.empty(tensor.shape, device="meta")):
+            if name in ("model.embed_tokens.weight", "lm_head.weight"):
+                found[name] = tensor
+    if len(found) == 2 and not _are_equal(*found.values()):
+        head = found["lm_head.weight"]
+        raise ModelError(
+            f"tensor {head.name} in {head.file} differs from the embedding, but tie_word_embeddings is true in "
+            "config.json; set it to false there if the head is meant, or leave the tensor out"
+        )
+
+
+def _are_equal(first: StoredTensor, second: StoredTensor) -> bool:
+    if first.shape != second.shape:
+        return False
+    with ExitStack() as opened:
+        slices = [
+            opened.enter_context(safe_open(one.file, framework="pt", device="cpu")).get_slice(one.name)
+            for one in (first, second)
+        ]
+        starts = range(0, first.shape[0], _COMPARED_ROWS)
+        pieces = ([each[start : start + _COMPARED_ROWS].float() for each in slices] for start in starts)
+        return all(torch.equal(*pair) for pair in pieces)
 
 
 def _parts(model: Decoder, config: ModelConfig, stored: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,7 +30,7 @@ def read_quantization(given: object) -> Quantization | None:
         raise _refusal(f"is {given!r}")
     readers = {"fp8": _read_fp8, "awq": _read_awq, "gptq": _read_gptq, "compressed-tensors": _read_compressed}
     method = given.get("quant_method")
-    if method not in readers:
+    if not isinstance(method, str) or method not in readers:
         *others, last = readers
         raise _refusal(f"has the quant_method {method!r}; {', '.join(others)} and {last} are supported")
     if given.get("kv_cache_scheme") is not None:
@@ -86,6 +87,8 @@ def _read_compressed(given: Mapping[str, Any]) -> Quantization:
     group = next(iter(groups.values()), None) if isinstance(groups, Mapping) and len(groups) == 1 else None
     if not isinstance(group, Mapping) or group.get("targets") != ["Linear"]:
         raise _refusal("has other config_groups than one, with the targets ['Linear']")
+    if given.get("transform_config"):
+        raise _refusal("has a transform_config, whose rotations of inputs are not made")
     if given.get("format") == "pack-quantized":
         return _read_packed(given, group)
     for part in ("weights", "input_activations"):
@@ -94,7 +97,7 @@ def _read_compressed(given: Mapping[str, Any]) -> Quantization:
         if (kind.get("num_bits"), kind.get("type")) != (8, "float") or not kind.get("symmetric", True):
             raise _refusal(f"has {part} of {numbers!r}; symmetric floats of 8 bits are supported")
     weights = group["weights"]
-    scales = _STRATEGIES.get(weights.get("strategy"))
+    scales = _STRATEGIES.get(str(weights.get("strategy")))
     if scales is None:
         raise _refusal(
             f"has weights of the strategy {weights.get('strategy')!r}; {', '.join(_STRATEGIES)} are supported"
@@ -131,6 +134,12 @@ def _names(given: Mapping[str, Any], key: str) -> tuple[str, ...]:
     names = given.get(key) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise _refusal(f"has {key} {names!r}, which is no list of names")
+    for name in names:
+        if name.startswith("re:"):
+            try:
+                re.compile(name.removeprefix("re:"))
+            except re.error as error:
+                raise _refusal(f"has {key} {name!r}, which is no regular expression: {error}") from error
     own = (name if name.startswith("re:") else text_name(name) for name in names)
     return tuple(name for name in own if name is not None)
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from layers.moe import EXPERT_NAMES, SparseMoE
+from radixrt.models.config import optional
 from radixrt.models.decoder import Attention, Decoder, FeedForward
 from radixrt.models.mixtral import MixtureConfig, split_experts
 
@@ -55,7 +56,7 @@ class Qwen3MoeConfig(MixtureConfig):
             **super().read_family(source),
             "expert_size": source.moe_intermediate_size,
             "dense_layers": frozenset(dense.union(source.mlp_only_layers)),
-            "renormalize": getattr(source, "norm_topk_prob", True),  # Qwen3-VL's configs have no such field
+            "renormalize": optional(source, "norm_topk_prob", True),  # Qwen3-VL's configs have no such field
         }
 
 

@@ -21,7 +21,7 @@ from layers.quantization import Quantization
 from layers.ranks import ALONE
 from memory_pool.kv_layout import StateLayout
 from radixrt.errors import ModelError
-from radixrt.models.config import ModelConfig
+from radixrt.models.config import ModelConfig, optional
 from radixrt.models.decoder import Attention, Block, Decoder, FeedForward
 from radixrt.models.mixtral import MixtureConfig, split_experts
 from triton_ops.activations.sigmoid import sigmoid
@@ -211,14 +211,14 @@ class HybridMixtureConfig(HybridConfig, MixtureConfig):
 
     @classmethod
     def read_family(cls, source: Any) -> dict[str, Any]:
-        step = getattr(source, "decoder_sparse_step", 1)  # Qwen3.5's configs have neither
+        step = optional(source, "decoder_sparse_step", 1)  # Qwen3.5's configs have neither
         dense = {i for i in range(source.num_hidden_layers) if (i + 1) % step}
         return {
             **super().read_family(source),
             "expert_size": source.moe_intermediate_size,
             "shared_size": source.shared_expert_intermediate_size,
-            "dense_layers": frozenset(dense.union(getattr(source, "mlp_only_layers", ()))),
-            "renormalize": getattr(source, "norm_topk_prob", True),
+            "dense_layers": frozenset(dense.union(optional(source, "mlp_only_layers", ()))),
+            "renormalize": optional(source, "norm_topk_prob", True),
         }
 
     @property

@@ -43,7 +43,21 @@ def read_rope(parameters: Parameters, head_dim: int, trained_length: int) -> Rop
         for name, factors in (("short_factor", scaling.short_factors), ("long_factor", scaling.long_factors)):
             if len(factors) != rotary_dim // 2:
                 raise ModelError(f"{name} has {len(factors)} numbers, but {rotary_dim // 2} pairs are rotated")
-    return RopeParameters(float(parameters["rope_theta"]), scaling, share)
+    rope = RopeParameters(float(parameters["rope_theta"]), scaling, share)
+    _check_frequencies(rope, head_dim, trained_length)
+    return rope
+
+
+def _check_frequencies(rope: RopeParameters, head_dim: int, trained_length: int) -> None:
+    """Raise ModelError where the numbers of a rope give no frequencies."""
+    problem = "they are not finite"
+    try:
+        found = [rope.frequencies(head_dim, length) for length in (2, trained_length)]  # short and long ones
+        if all(frequencies.isfinite().all() for frequencies in found):
+            return
+    except ArithmeticError as error:
+        problem = str(error)
+    raise ModelError(f"rope_theta {rope.theta} and {rope.scaling or 'no scaling'} give no frequencies: {problem}")
 
 
 def longest_context(rope: RopeParameters, trained_length: int) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from layers.place import unpacked
 from radixrt import ModelError, Runtime, SamplingParams
 from radixrt.models import gguf_file
 from radixrt.models.loader import load_model, model_folder
@@ -25,6 +26,7 @@ from tests.support.gguf_files import rounded, write_gguf  # noqa: E402 (needs gg
 
 Q8_0, Q4_1 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_1
 GEMMA = {"query_pre_attn_scalar": 16}
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 32}
 OF_LLAMA3 = np.array([1.0, 1.5, 4.0, 8.0], np.float32)
 
 MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
@@ -39,7 +41,11 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "qwen3": (checkpoints.qwen3, {}),
     "qwen3, yarn rope": (
         partial(checkpoints.qwen3, rope_parameters={**checkpoints.YARN_ROPE, "beta_fast": 32.0}),
-        {"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 32},
+        {**YARN, "rope.scaling.yarn_ext_factor": 1.0},
+    ),
+    "llama, yarn rope with a ramp of its own": (
+        partial(checkpoints.llama, rope_parameters={**checkpoints.YARN_ROPE, "beta_slow": 2.0}),
+        {**YARN, "rope.scaling.yarn_beta_fast": 4.0, "rope.scaling.yarn_beta_slow": 2.0},
     ),
     "qwen3-moe": (
         partial(checkpoints.qwen3_moe, mlp_only_layers=[], norm_topk_prob=True),
@@ -92,7 +98,7 @@ def test_the_same_model(name: str, tmp_path: Path) -> None:
     assert config.dtype == torch.bfloat16
     places = dict(found.checkpoint_tensors())
     for tensor, value in expected.checkpoint_tensors():
-        assert torch.equal(places.pop(tensor), value), tensor
+        assert torch.equal(unpacked(places.pop(tensor)), unpacked(value)), tensor
     assert not places
 
 
@@ -193,6 +199,11 @@ def test_what_is_refused(tmp_path: Path, cache: Path) -> None:
             write("rope.gguf", fields={"rope.scaling.type": "other"}),
             "'other'; none, linear and yarn are supported",
         ),
+        (
+            write("yarn.gguf", fields={**YARN, "rope.scaling.yarn_attn_factor": 1.5}),
+            "llama.rope.scaling.yarn_attn_factor is 1.5, which is not supported with yarn",
+        ),
+        (write("both.gguf", fields={"attention.causal": 0}), "both.gguf has attention that is not causal"),
     ):
         with pytest.raises(ModelError, match=message):
             model_folder(file)

@@ -27,6 +27,7 @@ from radixrt.models.families import FAMILIES as SUPPORTED
 from radixrt.models.families import REFUSED
 from radixrt.models.gemma import GemmaConfig
 from radixrt.models.loader import load_model
+from radixrt.models.qwen_hybrid import HybridMixtureConfig
 from radixrt.models.weight_files import INDEX_FILE
 from radixrt.text.tokenizer import load_tokenizer
 from tests.support import checkpoints
@@ -258,10 +259,17 @@ def test_rotary_frequencies_of_old_checkpoints_are_ignored(folder: Path) -> None
 
 
 def test_a_tied_head_in_a_checkpoint_is_ignored(tmp_path: Path) -> None:
+    """If it is the embedding; transformers takes another one, in spite of config.json."""
     reference = checkpoints.llama(tie_word_embeddings=True)
     checkpoints.write(reference, tmp_path)
-    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
-    edit_weights(tmp_path, lambda w: w.update({"lm_head.weight": torch.zeros(3, 3)}))
+    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    other = embedding.clone()
+    other[-1, -1] += 1
+    for head in (torch.zeros(3, 3), other):
+        edit_weights(tmp_path, lambda w, head=head: w.update({"lm_head.weight": head}))
+        with pytest.raises(ModelError, match=r"tensor lm_head.weight in .*model.safetensors differs from the emb"):
+            load_model(tmp_path)
+    edit_weights(tmp_path, lambda w: w.update({"lm_head.weight": embedding.clone()}))
     model, _ = load_model(tmp_path)
     assert "lm_head.weight" not in dict(model.checkpoint_tensors())
     assert model.head.weight is model.embedding.weight
@@ -682,6 +690,11 @@ def test_older_names_of_the_rope(folder: Path) -> None:
     assert rope() == RopeParameters(500000.0)
     edit_json(config, rope_theta=None)
     assert rope() == RopeParameters(10000.0)
+    scaling = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    edit_json(config, rope_scaling=scaling, original_max_position_embeddings=64)
+    factor = math.sqrt(1 + math.log(4) / math.log(64))
+    expected = LongRopeScaling((1.0,) * 4, (2.0,) * 4, 64, factor)
+    assert rope() == RopeParameters(10000.0, expected), "as in a Phi-3, whose type knows the name"
 
 
 @pytest.mark.parametrize(
@@ -690,6 +703,7 @@ def test_older_names_of_the_rope(folder: Path) -> None:
         ({"eos_token_id": 5}, (5,)),
         ({"eos_token_id": [9, 5, 9]}, (5, 9)),
         ({"eos_token_id": 0}, (0,)),
+        ({"eos_token_id": [-1, 7, 101, 2**40]}, (7,)),  # the vocabulary has 101
         ({"temperature": 0.6}, (2,)),
         (None, (2,)),
     ],
@@ -700,6 +714,18 @@ def test_end_tokens(folder: Path, generation: dict[str, Any] | None, expected: t
     if generation is not None:
         file.write_text(json.dumps(generation))
     assert ModelConfig.from_folder(folder).eos_token_ids == expected
+
+
+def test_end_tokens_of_a_whole_model_come_before_defaults_of_its_text(tmp_path: Path) -> None:
+    """Gemma 3's are told beside its text_config, whose type has another default."""
+    folder = checkpoints.write(checkpoints.gemma3_with_images(), tmp_path)
+    (folder / "generation_config.json").unlink()
+    raw = json.loads((folder / "config.json").read_text())
+    del raw["text_config"]["eos_token_id"]
+    (folder / "config.json").write_text(json.dumps(raw))
+    assert GemmaConfig.from_folder(folder).eos_token_ids == (1,)
+    edit_json(folder / "config.json", eos_token_id=[1, 50])
+    assert GemmaConfig.from_folder(folder).eos_token_ids == (1, 50)
 
 
 def test_no_end_token_at_all(folder: Path) -> None:
@@ -747,6 +773,12 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", rope(rope_type="yarn"), "cannot be used.*factor"),
     ("phi3", rope(rope_type="longrope", short_factor=[1.0] * 4), "cannot be used.*long_factor"),
     ("llama", rope(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[1.0]), "long_factor has 1 numbers"),
+    ("llama", rope(rope_type="default", rope_theta=0), "rope_theta 0.0 and no scaling give no freq.* not finite"),
+    ("llama", rope(rope_type="default", rope_theta=math.nan), "rope_theta nan and no scaling give no frequencies"),
+    ("llama", rope(rope_type="longrope", short_factor=[0] * 4, long_factor=[1] * 4), "give no frequencies: they"),
+    ("llama", rope(rope_type="dynamic", factor=2, partial_rotary_factor=0.25), "give no frequencies: division by"),
+    ("llama", {"rms_norm_eps": -1e-6}, "the eps of norms is -1e-06; it must be a number from 0 on"),
+    ("llama", {"is_causal": False}, "is_causal is false: attention that is not causal is not supported"),
     ("llama", {"num_hidden_layers": 0}, "num_hidden_layers is 0"),
     ("llama", {"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
     ("llama", {"head_dim": 7}, "7 of head_dim 7 .* is odd"),
@@ -793,6 +825,7 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("granite4_hybrid", {"layer_types": ["mamba"] * 3}, "none of the 3 layers has attention"),
     ("granite4_hybrid", {"mamba_n_groups": 3}, "8 heads of Mamba-2 are not a multiple of its 3 groups"),
     ("granite4_hybrid", {"mamba_d_conv": 1}, "mamba_d_conv is 1; it must be a whole number from 2 to 256"),
+    ("granite4_hybrid", {"mamba_d_state": None}, "state_size of config.json is None; it must be a whole number"),
     (
         "hunyuan",
         rope(rope_type="dynamic", factor=1.0, alpha=0.5),
@@ -824,6 +857,14 @@ def test_unsupported_configs_are_refused_by_name(
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
     with pytest.raises(ModelError, match=f"(?s){message}"):
         load_model(folder)
+
+
+def test_fields_that_the_type_of_a_mixture_does_not_know_are_ignored(tmp_path: Path) -> None:
+    """As transformers ignores them: the weights of experts sum to 1."""
+    folder = checkpoints.write(checkpoints.qwen3_5_moe(), tmp_path)
+    expected = HybridMixtureConfig.from_folder(folder)
+    edit_json(folder / "config.json", norm_topk_prob=False, mlp_only_layers=[0], decoder_sparse_step=2)
+    assert HybridMixtureConfig.from_folder(folder) == expected
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '"x"', "\xff"])

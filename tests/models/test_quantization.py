@@ -48,6 +48,10 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "packed": (checkpoints.phi3, "compressed channels"),
     "short convolutions": (partial(checkpoints.lfm2, **SHAPE, block_auto_adjust_ff_dim=False), "fp8 blocks"),
     "rows in another order": (checkpoints.glm4, "compressed channels"),
+    "rows in another order, within blocks": (
+        partial(checkpoints.glm4, hidden_size=256, head_dim=64, initializer_range=0.05),
+        "compressed blocks",
+    ),
     "the text of a model with images": (checkpoints.mistral_with_images, "compressed channels"),
 }
 
@@ -235,15 +239,22 @@ def test_experts_whose_blocks_are_cut_or_that_are_left_as_they_are(
 
 
 def test_experts_quantised_as_they_are_loaded(tmp_path: Path, holding: dict[str, Any]) -> None:
+    """Without kernels the rounded numbers are held."""
     checkpoints.write(checkpoints.mixtral(), tmp_path)
-    plain, _ = load_model(tmp_path, device=holding["device"], dtype="float32")
+    options = {"device": holding["device"], "dtype": "float32"}
+    plain, _ = load_model(tmp_path, **options)
     held, _ = load_model(tmp_path, quantization="fp8", **holding)
-    for ours, theirs in zip(experts_of(held), experts_of(plain), strict=True):
-        for stack, expected in ((ours.gate_up, theirs.gate_up), (ours.down, theirs.down)):
+    rounded, _ = load_model(tmp_path, quantization="fp8", impl="torch", **options)
+    for ours, values, theirs in zip(*map(experts_of, (held, rounded, plain)), strict=True):
+        for stack, rows, expected in (
+            (ours.gate_up, values.gate_up, theirs.gate_up),
+            (ours.down, values.down, theirs.down),
+        ):
             for expert in range(len(expected)):
                 codes, scale = quantised_weight(expected[expert], blocks=False)
                 assert torch.equal(stack.values[expert].float(), codes.float())
                 assert torch.equal(stack.scale[expert], scale)
+                assert torch.equal(rows[expert], dequantised_weight(codes, scale))
 
 
 def test_other_weights_in_place(tmp_path: Path, holding: dict[str, Any]) -> None:
@@ -353,6 +364,13 @@ def test_blocks_of_rows_that_are_put_in_another_order(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
+def test_blocks_in_which_some_heads_lie_in_part(tmp_path: Path) -> None:
+    """Where rows are put in another order, within heads."""
+    write(checkpoints.glm4(hidden_size=256, head_dim=96), tmp_path, "compressed blocks")
+    with pytest.raises(ModelError, match=r"[qk]_proj.weight_scale is of blocks of 128 rows, .* 128; it is 96"):
+        load_model(tmp_path)
+
+
 # --- config.json ---
 
 
@@ -379,15 +397,19 @@ def test_which_layers_are_ignored() -> None:
 REFUSED: list[tuple[object, str]] = [
     ({"quant_method": "hqq"}, "quant_method 'hqq'; fp8, awq, gptq and compressed-tensors are supported"),
     ({}, "quant_method None"),
+    ({"quant_method": ["fp8"]}, r"quant_method \['fp8'\]"),
     ([1], r"is \[1\]"),
     (fp8_config(weight_block_size=[64, 64]), r"weight_block_size \[64, 64\] and activation_scheme 'dynamic'"),
     (fp8_config(activation_scheme="static"), r"weight_block_size \[128, 128\] and activation_scheme 'static'"),
     (fp8_config(fmt="e5m2"), "fmt 'e5m2'; e4m3 is supported"),
     (fp8_config(modules_to_not_convert="lm_head"), "modules_to_not_convert 'lm_head', which is no list of names"),
     (compressed_config("group"), "strategy 'group'; tensor, channel, block are supported"),
+    (compressed_config(["block"]), r"strategy \['block'\]; tensor, channel, block are supported"),
+    (compressed_config(ignore=["re:*.gate"]), "ignore 're:.*', which is no regular expression: nothing to repeat"),
     (compressed_config(config_groups={}), "other config_groups than one"),
     (compressed_config(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme, whose scales of KV are not read"),
     (compressed_config(sparsity_config={"format": "sparse-24-bitmask"}), "has a sparsity_config"),
+    (compressed_config(transform_config={"config_groups": {"R4": {}}}), "transform_config, whose rotations of in"),
     (
         compressed_config(
             config_groups={"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int"}}}
