@@ -244,12 +244,9 @@ class _Engines:
                 if time.thread_time() - began > limit:
                     raise Refusal(f"it is too large: a mask takes more than {limit:g} s")
                 token_id = _drawn(bits, self._end_ids, draw)
-                may_end = any(bits[end // 8] >> end % 8 & 1 for end in self._end_ids)
-                if not step and may_end and kind == "json_schema":
-                    raise Refusal("it takes the empty text, which is no JSON")
+                if not step and not _SOME_BITS.search(bits):  # such as of a schema that refers to itself alone
+                    raise Refusal("no text has it")
                 if token_id is None:
-                    if not step and not may_end:
-                        raise Refusal("no text has it")
                     break
                 take(token_id)
         except Refusal as error:

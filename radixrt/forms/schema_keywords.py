@@ -62,6 +62,7 @@ _MISREAD = re.compile(r"\(\?(?!:)|(?<!^)\^|\$(?!$)")
 _UNESCAPED = re.compile(r'["\x00-\x1F]|\\[\\xucntrfv0]')
 _INT64 = range(-(2**63), 2**63)
 _EXACT = 2**53  # whole numbers below it are exact as floats, and those beside them
+_MOST_EXACT_DECIMAL, _DECIMALS = 10**6, 5  # of bounds that xgrammar, which writes six decimals, enforces
 
 
 def llguidance_refusal(schema: Any) -> str | None:
@@ -76,6 +77,8 @@ def llguidance_refusal(schema: Any) -> str | None:
             return f"{place} has {short(str(number))}, which would be rounded"
         if (bound := _rounded_bound(one)) is not None:
             return f"{place} has a {bound!r} that would be rounded beyond it"
+        if one.get("exclusiveMinimum") == 0 and any(0 < bound < 1 for bound in _bounds(one, "aximum")):
+            return f"{place} has an 'exclusiveMinimum' of 0 with a bound below 1, which would take 0"
         if one.get("nullable") is True:
             return f'{place} has \'nullable\', which would be ignored: give "type": [..., "null"]'
     return None
@@ -120,8 +123,12 @@ def _misread(one: Mapping[str, Any]) -> str | None:
     allowed = {name for kind in kinds for name in _BY_TYPE.get(kind, ())}
     if more := given - allowed - {"type"}:
         return f"{min(more)!r}, which would be ignored or misread"
-    if "number" in kinds and (key := _rounded_bound(one)) is not None:
-        return f"a {key!r} that would be rounded beyond it"
+    if "number" in kinds:
+        if (key := _rounded_bound(one)) is not None:
+            return f"a {key!r} that would be rounded beyond it"
+        for bound in _bounds(one, "imum"):
+            if bound % 1 and (abs(bound) >= _MOST_EXACT_DECIMAL or round(bound, _DECIMALS) != bound):
+                return f"the bound {bound!r}, which would be rounded"
     required, named = one.get("required"), one.get("properties", {})
     for key in required if isinstance(required, list) else ():
         if isinstance(key, str) and isinstance(named, Mapping) and key not in named:
@@ -161,9 +168,17 @@ def _is_exact(number: int) -> bool:
         return False
 
 
+def _bounds(one: Mapping[str, Any], ending: str) -> Iterator[int | float]:
+    """Those whose name ends so."""
+    for key in _BY_TYPE["number"]:
+        value = one.get(key)
+        if key.endswith(ending) and isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield value
+
+
 def _rounded_bound(one: Mapping[str, Any]) -> str | None:
     """A bound that takes in what it should not once it is a float, and of 64 bits; or None."""
-    for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
+    for key in _BY_TYPE["number"]:
         bound = one.get(key)
         if isinstance(bound, bool) or not isinstance(bound, (int, float)) or abs(bound) < _EXACT:
             continue
