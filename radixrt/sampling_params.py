@@ -58,6 +58,8 @@ _HIDES_ITS_BEGINNING = regex.compile(
     r"(?<!\\)(?:\\\\)*(\\[KG]|\(\*[A-Z]|\(\?[a-zA-Z0-9]*[frV]|\{[\d<=+]*[eids][<>=+,:}])"
 )
 
+_MAX_DIGITS = 10  # of a token id
+
 JSON_OBJECT = '{"type":"object"}'
 
 T = TypeVar("T")
@@ -329,7 +331,8 @@ def _biases(name: str, value: object) -> tuple[tuple[int, float], ...]:
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ParameterError(f"{name} holds {pair!r}; it must map token ids to numbers")
         token, bias = pair
-        if isinstance(token, str) and token.isdecimal():  # the keys of JSON objects are strings
+        # The keys of JSON objects are strings; of very long ones Python makes no number.
+        if isinstance(token, str) and token.isdecimal() and len(token) <= _MAX_DIGITS:
             token = int(token)
         biases[check_int(name, token, 0, MAX_TOKEN_ID)] = check_float(name, bias, -100.0, 100.0)
     return tuple(sorted(biases.items()))

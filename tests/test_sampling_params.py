@@ -63,6 +63,7 @@ BAD: list[tuple[str, Any]] = [
     ("logit_bias", {1: 101}),
     ("logit_bias", {-1: 1}),
     ("logit_bias", {"x": 1}),
+    ("logit_bias", {"1" * 5000: 1}),  # more digits than Python reads
     ("logit_bias", dict.fromkeys(range(1025), 1.0)),
     ("allowed_token_ids", []),
     ("allowed_token_ids", [-1]),

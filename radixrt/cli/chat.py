@@ -20,6 +20,7 @@ from radixrt.cli.options import (
 )
 from radixrt.engine.signals import Interrupted
 from radixrt.errors import DeviceLostError, ParameterError, PromptError, RadixrtError, SchedulerError
+from radixrt.files.standard import standard_input
 from radixrt.output import FinishReason, RequestOutput
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def add_chat_command(commands: Any) -> None:
 def _chat(arguments: argparse.Namespace) -> int:
     # before the model is loaded, so that a mistake shows at once
     sampling_params(arguments)
+    standard_input()
     turn: str | None = arguments.turn
     if turn is not None and turn.count("{}") != 1:
         raise ParameterError(f"--turn is {turn!r}; it must contain {{}} once, in the place of the line typed")
@@ -197,7 +199,7 @@ def _note(text: str) -> None:
 
 def _typed_lines() -> Iterator[str]:
     """Lines of standard input to its end; on a terminal they can be edited, and Ctrl-C forgets the line."""
-    terminal = sys.stdin.isatty()
+    terminal = standard_input().isatty()
     if terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  # for `input`

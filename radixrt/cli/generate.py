@@ -17,6 +17,7 @@ from radixrt.cli.options import (
     sampling_params,
 )
 from radixrt.errors import ParameterError, PromptError
+from radixrt.files.standard import standard_input
 from radixrt.output import FinishReason, RequestOutput
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def _prompts(given: list[str]) -> list[str]:
     if given.count("-") > 1:
         raise ParameterError("- is given twice; standard input is one prompt")
     try:
-        return [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt for prompt in given]
+        return [standard_input().read().removesuffix("\n") if prompt == "-" else prompt for prompt in given]
     except UnicodeDecodeError as error:
         raise PromptError(f"standard input is not text: {error}") from None
 

@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO, cast
 
+from radixrt.errors import PromptError
+
 STANDARD = "-"
 """Names standard input or output in place of a path. A file of that name is Path("-") or "./-"."""
 
@@ -17,6 +19,13 @@ STANDARD = "-"
 def place_name(place: str | Path, what: str) -> str:
     """A path, or "standard input" or "standard output", for messages."""
     return f"standard {what}" if place == STANDARD else str(place)
+
+
+def standard_input() -> TextIO:
+    """Standard input as text. Raises PromptError where it is closed."""
+    if sys.stdin is None:
+        raise PromptError("cannot read standard input: it is closed")
+    return sys.stdin
 
 
 class _Forgiving:

@@ -125,7 +125,9 @@ def _llguidance_grammar(kind: str, text: str, drops_blank: bool) -> str:
             choices = json.loads(text)
             if drops_blank:
                 choices = [f" {choice}" for choice in choices] + [c for c in choices if not c.startswith(" ")]
-            return str(LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, choices))}"))
+            # One terminal: llguidance takes no rule with more than 2,000 alternatives.
+            listed = " | ".join(map(json.dumps, choices))
+            return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {listed}"))
         if "x-guidance" in text.replace(GUIDED, ""):
             raise Refusal("x-guidance is not taken in a grammar")
         return str(LLMatcher.grammar_from_lark(any_to_lark(text) if "::=" in text else text))
@@ -242,6 +244,8 @@ class _Engines:
                 if time.thread_time() - began > limit:
                     raise Refusal(f"it is too large: a mask takes more than {limit:g} s")
                 token_id = _drawn(bits, self._end_ids, draw)
+                if not step and not _SOME_BITS.search(bits):  # such as of a schema that refers to itself alone
+                    raise Refusal("no text has it")
                 if token_id is None:
                     break
                 take(token_id)

@@ -8,6 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
+
+from radixrt.checks import short
 
 # Those that llguidance 1.9.1 knows nothing of: of draft 3, of OpenAPI, and of a proposal. It names others itself.
 _UNKNOWN_TO_LLGUIDANCE = ("disallow", "divisibleBy", "extends", "propertyDependencies")
@@ -37,16 +40,17 @@ _BY_TYPE: Mapping[str, tuple[str, ...]] = {
         *("minProperties", "maxProperties"),
     ),
     "array": ("items", "prefixItems", "minItems", "maxItems"),
-    "string": ("minLength", "maxLength", "pattern", "format"),
+    "string": ("pattern", "format"),  # with lengths it leaves control characters unescaped
     "integer": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
     "boolean": (),
     "null": (),
 }
-_FORMATS = ("date", "time", "date-time", "email", "ipv4", "ipv6", "uuid", "uri", "uri-reference", "json-pointer")
+_FORMATS = ("date", "time", "date-time", "email", "ipv4", "ipv6", "uuid", "uri", "uri-reference")
 # Every keyword of a draft that says something of values.
 _ASSERTIONS = {
     *(name for names in _BY_TYPE.values() for name in names),
+    *("minLength", "maxLength"),
     *(*_LISTS, *_SINGLE, "patternProperties", "dependentSchemas", "dependentRequired", "dependencies"),
     *("type", "enum", "const", "multipleOf", "uniqueItems", "minContains", "maxContains", "nullable"),
     *("$ref", "$dynamicRef", "$recursiveRef", "$dynamicAnchor", "$recursiveAnchor", *_UNKNOWN_TO_LLGUIDANCE),
@@ -54,6 +58,11 @@ _ASSERTIONS = {
 _ESCAPE_OR_CLASS = re.compile(r"\\(.)|\[(?:\\.|[^\]\\])*\]", re.DOTALL)
 _UNREAD_ESCAPES = "bBpPkAzZGQ123456789"
 _MISREAD = re.compile(r"\(\?(?!:)|(?<!^)\^|\$(?!$)")
+# What may stand for a character that JSON has to escape, which xgrammar does not.
+_UNESCAPED = re.compile(r'["\x00-\x1F]|\\[\\xucntrfv0]')
+_INT64 = range(-(2**63), 2**63)
+_EXACT = 2**53  # whole numbers below it are exact as floats, and those beside them
+_MOST_EXACT_DECIMAL, _DECIMALS = 10**6, 5  # of bounds that xgrammar, which writes six decimals, enforces
 
 
 def llguidance_refusal(schema: Any) -> str | None:
@@ -64,6 +73,12 @@ def llguidance_refusal(schema: Any) -> str | None:
                 return f"{place} has {key!r}, which would be ignored"
         if _counts_repeated_keys(one):
             return f"{place} has a 'minProperties' that a repeated key would reach"
+        if (number := next((n for n in _fixed_numbers(one) if not _is_exact(n)), None)) is not None:
+            return f"{place} has {short(str(number))}, which would be rounded"
+        if (bound := _rounded_bound(one)) is not None:
+            return f"{place} has a {bound!r} that would be rounded beyond it"
+        if one.get("exclusiveMinimum") == 0 and any(0 < bound < 1 for bound in _bounds(one, "aximum")):
+            return f"{place} has an 'exclusiveMinimum' of 0 with a bound below 1, which would take 0"
         if one.get("nullable") is True:
             return f'{place} has \'nullable\', which would be ignored: give "type": [..., "null"]'
     return None
@@ -89,27 +104,90 @@ def misread_pattern(pattern: str) -> str | None:
 def _misread(one: Mapping[str, Any]) -> str | None:
     """What xgrammar would misread in one schema, or None."""
     given = {key for key in one if key in _ASSERTIONS}
+    if "$ref" in one and not re.match(r"#(/|$)", str(one["$ref"])):
+        return f"the reference {short(repr(one['$ref']))}, which would be ignored"
+    if any(number not in _INT64 for number in _fixed_numbers(one)):
+        return "a whole number of more than 64 bits, which would be rounded"
+    if one.get("anyOf") == []:
+        return "an 'anyOf' without schemas"
+    if (kinds := _kinds(one)) is None:
+        return "a 'type' that is neither a name nor a list of names"
+    if not isinstance(one.get("enum", []), list):
+        return "an 'enum' that is no list"
     for whole in ("$ref", "enum", "const", "anyOf"):  # beside which it reads nothing else
         if whole in given:
             more = given - {whole} - ({"type"} if whole in ("enum", "const") and _fits(one) else set())
             return f"{min(more)!r} beside {whole!r}, which would be ignored" if more else None
-    kind = one.get("type")
-    if kind is None and given:
+    if not kinds and given:
         return f"{min(given)!r} without a type, which would be ignored"
-    allowed = {
-        name for each in ([kind] if isinstance(kind, str) else kind or ()) for name in _BY_TYPE.get(each, ())
-    }
+    allowed = {name for kind in kinds for name in _BY_TYPE.get(kind, ())}
     if more := given - allowed - {"type"}:
         return f"{min(more)!r}, which would be ignored or misread"
+    if "number" in kinds:
+        if (key := _rounded_bound(one)) is not None:
+            return f"a {key!r} that would be rounded beyond it"
+        for bound in _bounds(one, "imum"):
+            if bound % 1 and (abs(bound) >= _MOST_EXACT_DECIMAL or round(bound, _DECIMALS) != bound):
+                return f"the bound {bound!r}, which would be rounded"
+    required, named = one.get("required"), one.get("properties", {})
+    for key in required if isinstance(required, list) else ():
+        if isinstance(key, str) and isinstance(named, Mapping) and key not in named:
+            return f"{short(repr(key))} in 'required' alone, which would be ignored"
     if _counts_repeated_keys(one) and one.get("additionalProperties", False) is not False:
         return "a 'minProperties' that a repeated key would reach"
-    texts = given & {"pattern", "format", "minLength", "maxLength"}
-    if len(texts) > 1 and texts & {"pattern", "format"}:
-        return f"{' and '.join(map(repr, sorted(texts)))}, of which one would be ignored"
+    if {"pattern", "format"} <= given:
+        return "'format' and 'pattern', of which one would be ignored"
     if "format" in given and one["format"] not in _FORMATS:
         return f"the format {one['format']!r}, which would be ignored"
-    if isinstance(pattern := one.get("pattern"), str) and (what := misread_pattern(pattern)):
-        return f"{what!r} in a pattern, which would be misread"
+    if isinstance(pattern := one.get("pattern"), str):
+        if what := misread_pattern(pattern):
+            return f"{what!r} in a pattern, which would be misread"
+        if found := _UNESCAPED.search(pattern):
+            return f"{found[0]!r} in a pattern, which would not be escaped"
+    return None
+
+
+def _fixed_numbers(one: Mapping[str, Any]) -> Iterator[int]:
+    """Whole numbers in `const` and `enum`."""
+    todo = [one.get("const"), one.get("enum")]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, Mapping):
+            todo += value.values()
+        elif isinstance(value, list):
+            todo += value
+        elif isinstance(value, int) and not isinstance(value, bool):
+            yield value
+
+
+def _is_exact(number: int) -> bool:
+    """Whether a float has this value."""
+    try:
+        return int(float(number)) == number
+    except OverflowError:
+        return False
+
+
+def _bounds(one: Mapping[str, Any], ending: str) -> Iterator[int | float]:
+    """Those whose name ends so."""
+    for key in _BY_TYPE["number"]:
+        value = one.get(key)
+        if key.endswith(ending) and isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield value
+
+
+def _rounded_bound(one: Mapping[str, Any]) -> str | None:
+    """A bound that takes in what it should not once it is a float, and of 64 bits; or None."""
+    for key in _BY_TYPE["number"]:
+        bound = one.get(key)
+        if isinstance(bound, bool) or not isinstance(bound, (int, float)) or abs(bound) < _EXACT:
+            continue
+        try:
+            used = min(max(int(float(bound)), _INT64[0]), _INT64[-1])
+        except OverflowError:
+            return key
+        if not ((key == "minimum" and used >= bound) or (key == "maximum" and used <= bound)):
+            return key
     return None
 
 
@@ -121,32 +199,56 @@ def _counts_repeated_keys(one: Mapping[str, Any]) -> bool:
 
 def _fits(one: Mapping[str, Any]) -> bool:
     """Whether all values of `enum` or `const` have the type beside them."""
+    values = one["enum"] if "enum" in one else [one["const"]]
+    return all(any(_is(value, kind) for kind in _kinds(one) or ()) for value in values)
+
+
+def _kinds(one: Mapping[str, Any]) -> list[str] | None:
+    """The names of types of a schema; None if they are no names."""
     kinds = one.get("type", [])
     kinds = [kinds] if isinstance(kinds, str) else kinds
-    values = one["enum"] if "enum" in one else [one["const"]]
-    return isinstance(kinds, list) and all(any(_is(value, kind) for kind in kinds) for value in values)
+    return kinds if isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds) else None
 
 
-def _is(value: object, kind: object) -> bool:
+def _is(value: object, kind: str) -> bool:
     python = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
-    if isinstance(kind, str) and kind in python:
+    if kind in python:
         return isinstance(value, python[kind])
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_number and (kind == "number" or (kind == "integer" and isinstance(value, int)))
 
 
-def _schemas(schema: Any, place: str = "the schema") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """A schema and all that it holds, each with its place."""
-    if not isinstance(schema, Mapping):
-        return
-    yield place, schema
-    for key, value in schema.items():
-        here = f"{'' if place == 'the schema' else place}/{key}"
-        if key in _LISTS or (key == "items" and isinstance(value, list)):
-            for number, one in enumerate(value if isinstance(value, list) else ()):
-                yield from _schemas(one, f"{here}/{number}")
-        elif key in _MAPS or key == "dependencies":
-            for name, one in value.items() if isinstance(value, Mapping) else ():
-                yield from _schemas(one, f"{here}/{name}")
-        elif key in _SINGLE:
-            yield from _schemas(value, here)
+def _schemas(schema: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """A schema, all that it holds and what it refers to, each once and with its place."""
+    known: set[int] = set()
+
+    def found(one: Any, place: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        if not isinstance(one, Mapping) or id(one) in known:
+            return
+        known.add(id(one))
+        yield place, one
+        for key, value in one.items():
+            here = f"{'' if place == 'the schema' else place}/{key}"
+            if key in _LISTS or (key == "items" and isinstance(value, list)):
+                for number, inner in enumerate(value if isinstance(value, list) else ()):
+                    yield from found(inner, f"{here}/{number}")
+            elif key in _MAPS or key == "dependencies":
+                for name, inner in value.items() if isinstance(value, Mapping) else ():
+                    yield from found(inner, f"{here}/{name}")
+            elif key in _SINGLE:
+                yield from found(value, here)
+            elif key == "$ref" and isinstance(value, str) and value.startswith("#/"):
+                yield from found(_pointed(schema, value), value)
+
+    return found(schema, "the schema")
+
+
+def _pointed(value: Any, reference: str) -> Any:
+    """What a JSON pointer leads to; None if nothing."""
+    for step in unquote(reference).split("/")[1:]:
+        key = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(value, list) and re.fullmatch("[0-9]{1,9}", key) and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            value = value.get(key) if isinstance(value, Mapping) else None
+    return value

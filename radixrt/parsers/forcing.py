@@ -85,6 +85,8 @@ def _xml(which: str, schema: Mapping[str, Any], rule: str) -> tuple[str, str]:
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if schema.get("type", "object") != "object" or not isinstance(properties, Mapping):
         raise ParameterError(f"{which} is no schema of an object, as arguments are")
+    if not isinstance(required, list) or not all(isinstance(key, str) for key in required):
+        raise ParameterError(f"{which} has a 'required' that is no list of names")
     if missing := [key for key in required if key not in properties]:
         raise ParameterError(f"{which} requires {missing[0]!r}, which is not among its properties")
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}

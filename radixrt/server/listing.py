@@ -35,7 +35,7 @@ def listed(
     if unknown := sorted(given.keys() - {*known}):
         raise ParameterError(f"unknown parameter {short(unknown[0])}; known are {', '.join(known)}")
     asked, order = given.get("limit", str(limit)), given.get("order", "desc")
-    if not (asked.isascii() and asked.isdigit() and 1 <= int(asked[:9]) <= most):
+    if not (asked.isascii() and asked.isdigit() and len(asked) < 10 and 1 <= int(asked) <= most):
         raise ParameterError(f"limit is {short(asked)}; it must be 1 to {most}")
     if order not in ("asc", "desc"):
         raise ParameterError(f"order is {short(order)}; it must be asc or desc")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,11 +15,13 @@ from radixrt.server.event_frame import chunk_of
 _MAX_HEAD_BYTES = 65_536
 _WRITER = "radixrt.body_writer"  # an extension of ASGI's scope
 _TURNS_TO_FLUSH = 8  # of the event loop
+_FRAMING = (b"content-length", b"transfer-encoding")
 
 
 class BoundedProtocol(HttpToolsProtocol):
     """Ends a connection on which no head of a request comes in time, also if it comes byte by byte, and one whose
     client reads nothing of a response. A head of more than 64 KiB is refused, and so is what follows a body.
+    An upgrade that is asked for, such as to HTTP/2 (h2c) by Java's client, is not taken notice of.
     """
 
     _head_timer: asyncio.TimerHandle | None = None
@@ -26,6 +29,8 @@ class BoundedProtocol(HttpToolsProtocol):
     _open: Sequence[RequestResponseCycle] = ()  # those whose responses are not complete; several in a row
     _on_resumed: Callable[[], None] | None = None
     _outside_bytes = 0  # that came since the last bytes of a body, or end of a head or message
+    _received = b""  # the last bytes
+    _is_repeated = False  # whether the head that is parsed was told before
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -42,12 +47,39 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._outside_bytes += len(data)
+        self._received = data
         super().data_received(data)
         if self._outside_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response(f"The head of the request has more than {_MAX_HEAD_BYTES:,} bytes.")
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Called for the parser's exception: with the head it has ended the request, and left its body."""
+        upgrade = sys.exc_info()[1]
+        assert upgrade is not None
+        framing = [b"%s: %s\r\n" % header for header in self.headers if header[0] in _FRAMING]
+        if framing:
+            self.cycle.more_body = True
+            self._is_repeated = True
+            rest = self._received[upgrade.args[0] :]
+            self.data_received(b"".join((b"POST / HTTP/1.1\r\n", *framing, b"\r\n", rest)))
+
+    def on_message_begin(self) -> None:
+        if not self._is_repeated:
+            super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        if not self._is_repeated:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._is_repeated:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         self._outside_bytes = 0
+        if self._is_repeated:
+            self._is_repeated = False
+            return
         super().on_headers_complete()
         self._open = [*(cycle for cycle in self._open if not cycle.response_complete), self.cycle]
         self.scope["extensions"] = {_WRITER: {"writer": BodyWriter(self.cycle)}}

@@ -232,6 +232,9 @@ def test_mistakes(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff"), encoding="utf-8"))
     assert main(["chat"]) == 2
     assert "standard input is not text: " in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["chat"]) == 2
+    assert capsys.readouterr() == ("", "radixrt: error: cannot read standard input: it is closed\n")
     monkeypatch.setattr(runtime, "tokenizer", None)
     assert "a conversation needs a tokenizer" in typed("a", status=2)[1]
     for option in ("--n", "--logprobs", "--prompt-logprobs"):

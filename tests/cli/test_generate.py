@@ -90,6 +90,8 @@ def test_standard_input_is_a_prompt(
     assert printed(capsys, TAREK, "-", *GREEDY) == "# prompt 0\n374\n# prompt 1\nOslo\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff"), encoding="utf-8"))
     assert "error: standard input is not text: " in printed(capsys, "-", status=2)
+    monkeypatch.setattr(sys, "stdin", None)
+    assert "error: cannot read standard input: it is closed" in printed(capsys, "-", status=2)
 
 
 @pytest.mark.parametrize(

@@ -234,6 +234,40 @@ def test_names_of_properties_are_no_keywords(given: dict[str, Any]) -> None:
     assert llguidance_refusal(given) is None
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"const": 2**53 + 1}, "the schema has 9007199254740993, which would be rounded"),
+        ({"enum": [1, {"a": [10**400]}]}, "which would be rounded"),
+        ({"const": 2**60}, None),
+        ({"type": "integer", "minimum": 2**53 + 1}, "a 'minimum' that would be rounded beyond it"),
+        ({"type": "integer", "maximum": 2**53 + 1}, None),  # the float is less
+        ({"type": "integer", "maximum": 2**53 + 3}, "a 'maximum'"),
+        ({"type": "integer", "exclusiveMinimum": 2**53}, "an? 'exclusiveMinimum'"),
+        ({"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1}, None),
+        ({"type": "integer", "minimum": 1e30}, "a 'minimum'"),
+        ({"type": "integer", "minimum": 10**400}, "a 'minimum'"),
+        ({"$ref": "#/components/a", "components": {"a": {"nullable": True}}}, "#/components/a has 'nullable'"),
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, "an 'exclusiveMinimum' of 0 with a bound below 1"),
+        ({"exclusiveMinimum": 0.0, "exclusiveMaximum": 1e-9}, "which would take 0"),
+        ({"exclusiveMinimum": 0, "maximum": 1}, None),
+        ({"minimum": 0, "maximum": 0.5}, None),
+        ({"$ref": "#/a", "a": {"items": {"$ref": "#/a"}}}, None),
+        ({"$ref": "#/b/1", "b": [{}]}, None),
+    ],
+)
+def test_what_llguidance_would_ignore_or_round_is_refused(given: dict[str, Any], message: str | None) -> None:
+    found = llguidance_refusal(given)
+    assert found is None if message is None else re.search(message, str(found))
+
+
+@NEEDS_LLGUIDANCE
+@pytest.mark.skipif(importlib.util.find_spec("xgrammar") is None, reason="xgrammar is not installed")
+def test_a_schema_that_refers_to_itself_alone(compiler: FormCompiler) -> None:
+    with pytest.raises(FormError, match="no text has it"):
+        compiler.compile(AskedForm("json_schema", '{"$ref":"#"}', "xgrammar"), ENDS)
+
+
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer", "x-note": 1, "title": "A"}}, "required": ["a"]}
 
 
@@ -258,7 +292,25 @@ OBJECT = {"type": "object", "properties": {"a": {"type": "integer", "x-note": 1,
         ({"type": "number", "multipleOf": 0.5}, "'multipleOf'"),
         ({"$ref": "#", "minimum": 3}, "'minimum' beside '\\$ref'"),
         ({"anyOf": [{}], "required": ["a"]}, "'required' beside 'anyOf'"),
-        ({"type": "string", "minLength": 3, "pattern": "a"}, "'minLength' and 'pattern', of which one"),
+        ({"type": "string", "format": "date", "pattern": "a"}, "'format' and 'pattern', of which one"),
+        ({"type": "string", "maxLength": 3}, "'maxLength', which would be ignored or misread"),
+        ({"type": "string", "pattern": 'a"'}, "'\"' in a pattern, which would not be escaped"),
+        ({"type": "string", "pattern": r"a\\\\"}, "in a pattern, which would not be escaped"),
+        ({"type": "object", "properties": {"a": {}}, "required": ["a", "b"]}, "'b' in 'required' alone"),
+        ({"anyOf": []}, "an 'anyOf' without schemas"),
+        ({"$ref": "http://a/b"}, "the reference 'http://a/b', which would be ignored"),
+        ({"$ref": "#a", "$defs": {"b": {"$anchor": "a"}}}, "the reference '#a'"),
+        ({"$ref": "#/b/0/c~1d", "b": [{"c/d": {"type": "array", "contains": {}}}]}, "#/b/0/c~1d has 'contains'"),
+        ({"type": 5}, "a 'type' that is neither"),
+        ({"type": [{}]}, "a 'type' that is neither"),
+        ({"enum": None}, "an 'enum' that is no list"),
+        ({"const": {"a": [2**63]}}, "more than 64 bits"),
+        ({"const": -(2**63)}, None),
+        ({"type": "number", "minimum": 2**53 + 1}, "a 'minimum' that would be rounded"),
+        ({"type": "integer", "minimum": 2**53 + 1}, None),
+        ({"type": "number", "minimum": 1e-7}, "the bound 1e-07, which would be rounded"),
+        ({"type": "number", "exclusiveMaximum": 207064130391.858}, "the bound 207064130391.858, which would be"),
+        ({"type": "number", "minimum": -0.25, "maximum": 1e5}, None),
         ({"type": "string", "format": "iri"}, "the format 'iri', which would be ignored"),
         ({"type": "string", "pattern": "^(?!a)b"}, "'\\(\\?' in a pattern"),
         ({"properties": {"a": {"not": {}}}, "type": "object"}, "/properties/a has 'not'"),

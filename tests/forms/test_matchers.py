@@ -156,6 +156,11 @@ def test_choices(subject: Subject, engine: str) -> None:
     assert len(set(found)) > 2
 
 
+def test_many_choices(subject: Subject) -> None:
+    choices = [f"label {number}" for number in range(3000)]
+    assert set(subject.texts("choice", json.dumps(choices), "llguidance", count=4)) <= set(choices)
+
+
 def test_a_blank_that_decoding_drops_may_come_first(subject: Subject) -> None:
     """As models begin a word; where it is not dropped, it must not."""
     choices = ["yes", " no", "  oh"]

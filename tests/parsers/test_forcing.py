@@ -105,6 +105,8 @@ def test_blanks_have_an_end(tokens: Any) -> None:
         ("hermes", {"type": "array"}, "weather.parameters is no schema of an object"),
         ("hermes", {"properties": {"a": {"nullable": True}}}, "weather.parameters cannot be forced: .*nullable"),
         ("hermes", {"properties": {"a ::= b": {}}}, "a schema holds '::='"),
+        ("qwen3_coder", {"properties": {}, "required": [["a"]]}, "parameters has a 'required' that is no list"),
+        ("qwen3_coder", {"required": 5}, "parameters has a 'required' that is no list of names"),
         ("qwen3_coder", {"anyOf": []}, "weather.parameters has 'anyOf', which cannot be forced"),
         ("qwen3_coder", {"properties": {"a": {"type": "string", "pattern": "a"}}}, "parameters.a has 'pattern'"),
         ("qwen3_coder", {"properties": {"a<": {}}}, "parameters.a< cannot be forced: a parameter's name"),

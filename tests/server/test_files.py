@@ -90,6 +90,7 @@ def test_lists_go_page_by_page(keeping: Keeping) -> None:
         ("limit=0", "limit is 0; it must be 1 to 10000"),
         ("limit=a", "limit is a"),
         ("limit=%C2%B2", "it must be 1 to 10000"),
+        (f"limit=000000001{'9' * 5000}", "it must be 1 to 10000"),  # more digits than Python reads
         ("order=up", "order is up; it must be asc or desc"),
         ("after=file-0", "after is file-0, which is not in the list"),
         ("page=2", "unknown parameter page"),

@@ -63,6 +63,28 @@ def test_a_head_that_is_too_long_is_told_so(serving: Serving) -> None:
     assert told.endswith(b"The head of the request has more than 65,536 bytes.")
 
 
+@pytest.mark.parametrize("size", [1, 50, 10_000])
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_an_upgrade_that_is_asked_for_changes_nothing(size: int, is_chunked: bool, serving: Serving) -> None:
+    """As Java's client does with each first request to http://."""
+    body = json.dumps({"prompt": "Mira likes Oslo."}).encode()
+    upgrade = b"Host: a\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AA\r\n"
+    framing = b"Transfer-Encoding: chunked" if is_chunked else b"Content-Length: %d" % len(body)
+    framed = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body) if is_chunked else body
+    sent = b"POST /tokenize HTTP/1.1\r\n" + upgrade + framing + b"\r\n\r\n" + framed
+    sent += b"GET /health HTTP/1.1\r\n" + upgrade + b"\r\n"
+    with connected(serving()) as connection:
+        for start in range(0, len(sent), size):
+            connection.sendall(sent[start : start + size])
+        told = b""
+        while b'"status"' not in told:
+            more = connection.recv(65_536)
+            assert more
+            told += more
+    assert told.count(b"HTTP/1.1 200 ") == 2
+    assert b'"count":' in told
+
+
 def test_requests_in_a_row_are_answered_in_order(serving: Serving, runtime: Runtime) -> None:
     """The connection is idle after the last one alone, however long that takes."""
     url = serving(Server(runtime, "built-in", limits=Limits(idle_seconds=1)))
