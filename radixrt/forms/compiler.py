@@ -24,7 +24,7 @@ from radixrt.forms.form_process import (
     xgrammar_grammar,
 )
 from radixrt.forms.llguidance_form import LlguidanceForm, compiled
-from radixrt.forms.schema_keywords import llguidance_refusal, misread_pattern, xgrammar_refusal
+from radixrt.forms.schema_keywords import llguidance_refusal, misread_pattern, without_nul, xgrammar_refusal
 from radixrt.forms.trial import Trials, Verdict
 from radixrt.forms.vocabulary import Vocabulary
 from radixrt.forms.xgrammar_form import XgrammarForm
@@ -106,7 +106,7 @@ class FormCompiler:
         if key not in self._verdicts:
             verdict = Verdict(_refusal_by_text(key[0], asked))
             if verdict.reason is None:
-                verdict = self._trials.try_form(key[0], asked.kind, asked.text)
+                verdict = self._trials.try_form(key[0], asked.kind, _text_for(key[0], asked))
             if verdict.reason is not None:
                 verdict = replace(verdict, reason=short(_one_line(verdict.reason), _MAX_REASON))
             if len(self._verdicts) == _MAX_VERDICTS:
@@ -120,7 +120,8 @@ class FormCompiler:
         self._kept_bytes -= kept_size
         try:
             if key[0] == LLGUIDANCE:
-                made = made or compiled(self._tokens, asked.kind, asked.text, self._vocabulary.drops_blank)
+                text, drops_blank = _text_for(key[0], asked), self._vocabulary.drops_blank
+                made = made or compiled(self._tokens, asked.kind, text, drops_blank)
                 # A form that takes much memory takes long to compile, too: all of its beginnings have a share.
                 made.expect(num_answers, self._max_kept_bytes // _MAX_SHARE // max(1, size))
                 size *= len(made.made)
@@ -149,6 +150,13 @@ def _engines(asked: AskedForm) -> tuple[str, ...]:
         return (asked.engine,)
     has_two = asked.kind == "json_schema" or (asked.kind == "grammar" and "::=" in asked.text)
     return (LLGUIDANCE, XGRAMMAR) if has_two else (LLGUIDANCE,)
+
+
+def _text_for(engine: str, asked: AskedForm) -> str:
+    """What an engine gets."""
+    if engine == LLGUIDANCE and asked.kind == "json_schema" and "[^" in asked.text:
+        return json.dumps(without_nul(json.loads(asked.text)))
+    return asked.text
 
 
 def _refusal_by_text(engine: str, asked: AskedForm) -> str | None:

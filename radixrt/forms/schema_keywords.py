@@ -5,6 +5,7 @@ A keyword that nobody has defined is a note, as JSON Schema has it, and so are `
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -82,6 +83,24 @@ def llguidance_refusal(schema: Any) -> str | None:
         if one.get("nullable") is True:
             return f'{place} has \'nullable\', which would be ignored: give "type": [..., "null"]'
     return None
+
+
+def without_nul(schema: Any) -> Any:
+    """The schema, whose patterns' negated classes leave out NUL: into a class that holds all control characters
+    llguidance lets any that is escaped, such as a quotation mark that the class leaves out.
+    """
+    own = copy.deepcopy(schema)
+    for _, one in list(_schemas(own)):
+        assert isinstance(one, dict)
+        if isinstance(pattern := one.get("pattern"), str):
+            one["pattern"] = _without_nul(pattern)
+        if isinstance(named := one.get("patternProperties"), dict):
+            one["patternProperties"] = {_without_nul(pattern): inner for pattern, inner in named.items()}
+    return own
+
+
+def _without_nul(pattern: str) -> str:
+    return _ESCAPE_OR_CLASS.sub(lambda m: f"{m[0][:-1]}\\x00]" if m[0].startswith("[^") else m[0], pattern)
 
 
 def xgrammar_refusal(schema: Any) -> str | None:

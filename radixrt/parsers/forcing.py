@@ -9,7 +9,7 @@ from typing import Any
 from radixrt.asked_form import schema_text
 from radixrt.errors import ParameterError
 from radixrt.forms.form_process import GUIDED
-from radixrt.forms.schema_keywords import llguidance_refusal
+from radixrt.forms.schema_keywords import llguidance_refusal, without_nul
 from radixrt.parsers.names import HARMONY, THINK
 from radixrt.parsers.xml_calls import KEY, is_plain_text
 
@@ -76,7 +76,7 @@ def _json(which: str, schema: Mapping[str, Any]) -> str:
 def _value(which: str, schema: Mapping[str, Any]) -> str:
     if refusal := llguidance_refusal(schema):
         raise ParameterError(f"{which} cannot be forced: {refusal}")
-    return f"%json {{{GUIDED},{schema_text(which, schema)[1:]}" if schema else f"%json {{{GUIDED}}}"
+    return f"%json {{{GUIDED},{schema_text(which, without_nul(schema))[1:]}" if schema else f"%json {{{GUIDED}}}"
 
 
 def _xml(which: str, schema: Mapping[str, Any], rule: str) -> tuple[str, str]:

@@ -117,6 +117,27 @@ def test_json(subject: Subject, name: str) -> None:
         validator.validate(json.loads(text))
 
 
+@pytest.mark.parametrize("of_a_key", [False, True])
+def test_what_a_class_leaves_out_does_not_come_escaped(subject: Subject, of_a_key: bool) -> None:
+    schema: dict[str, Any] = {"type": "string", "pattern": '^[^"]$'}
+    if of_a_key:
+        schema = {
+            "type": "object",
+            "patternProperties": {'^[^"]$': {"type": "null"}},
+            "additionalProperties": False,
+        }
+    form = subject.compiler.compile(AskedForm("json_schema", json.dumps(schema)), subject.ends)
+    for inner, may_come in (("a", True), (r"\n", True), (r"\"", False), (r"\\", True)):
+        matcher, text = form.matcher(), f'{{"{inner}": null}}' if of_a_key else f'"{inner}"'
+        ids = subject.tokenizer.encode(text, add_special_tokens=False).tolist()
+        came = True
+        for token in ids:
+            came = came and token in allowed(form, matcher)
+            if came:
+                matcher.push(token)
+        assert came is may_come, text
+
+
 def test_any_object(subject: Subject) -> None:
     for text in subject.texts("json_schema", '{"type":"object"}'):
         assert isinstance(json.loads(text), dict)

@@ -119,6 +119,14 @@ def test_what_cannot_be_forced(parser: str, schema: Any, message: str) -> None:
         forced(parser, parameters={"weather": schema})
 
 
+def test_escapes_are_held_to_patterns_too(tokens: Any) -> None:
+    city = {"type": "string", "pattern": '^[^"]+$'}
+    grammar = forced("hermes", parameters={"weather": {**REQUIRED, "properties": {"city": city}}})
+    call = HERMES.replace(', "days": 3', "")
+    assert tokens(grammar, call)
+    assert not tokens(grammar, call.replace("Oslo", '\\"'))
+
+
 def test_schemas_set_no_options_of_their_own(tokens: Any) -> None:
     with pytest.raises(Refusal, match="x-guidance is not taken"):
         tokens(forced("hermes", parameters={"weather": {"x-guidance": {"lenient": True}}}), HERMES)
