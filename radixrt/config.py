@@ -194,8 +194,10 @@ def config_as_json(config: RuntimeConfig) -> dict[str, Any]:
     for name in ("model", "device", "dtype"):
         if values[name] is not None:
             values[name] = str(values[name]).removeprefix("torch.")
-    if isinstance(config.model, Path) or (config.model is not None and Path(config.model).expanduser().exists()):
-        values["model"] = str(Path(config.model).expanduser().absolute())
+    if config.model is not None:
+        place = os.path.expanduser(config.model)
+        if not isinstance(config.model, str) or os.path.exists(place):
+            values["model"] = str(Path(place).absolute())
     if config.chat_template_kwargs is not None:
         values["chat_template_kwargs"] = dict(config.chat_template_kwargs)
     return values
