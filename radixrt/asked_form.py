@@ -75,7 +75,7 @@ def form_text(name: str, value: object) -> str:
 
 def choices(name: str, value: object) -> tuple[str, ...]:
     """Distinct strings, none of them empty; () for no such form. Raises ParameterError."""
-    if value == ():
+    if isinstance(value, tuple) and not value:
         return ()
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence) or not value:
         raise ParameterError(f"{name} is {short(repr(value))}; it must be a list of strings, at least one")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -80,7 +81,7 @@ class LoadedModel:
     def reload(self, source: str | Path, *, before_change: Callable[[], None]) -> None:
         self._fingerprint = None
         followers = self._followers
-        if Path(source).exists():
+        if os.path.exists(source):
             source = Path(source).resolve()  # others may have started in another folder
 
         asked: list[int] = []

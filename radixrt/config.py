@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, fields
@@ -124,10 +125,12 @@ class RuntimeConfig:
         for name in ("enable_prefix_cache", "force_miss", "overlap", "deterministic"):
             if not isinstance(chosen := getattr(self, name), bool):
                 raise ParameterError(f"{name} is {chosen!r}; it must be True or False")
+        if self.cuda_graphs is not None and not isinstance(self.cuda_graphs, bool):
+            raise ParameterError(f"cuda_graphs is {self.cuda_graphs!r}; it must be True, False or None")
         if self.force_miss and not self.enable_prefix_cache:
             raise ParameterError("force_miss is True and enable_prefix_cache is False: there is no cache to miss")
-        if self.model == "":
-            raise ParameterError("model is ''; it must be a folder or a hub id")
+        if self.model is not None and not (isinstance(self.model, (str, os.PathLike)) and str(self.model)):
+            raise ParameterError(f"model is {self.model!r}; it must be a folder or a hub id")
         if self.max_total_tokens is not None:
             check_int("max_total_tokens", self.max_total_tokens, 1, 2**40)
         if self.memory_fraction is not None:
@@ -140,7 +143,7 @@ class RuntimeConfig:
             "threads": 2**16,
         }
         for name, high in most.items():
-            if (number := getattr(self, name)) is not None:
+            if (number := getattr(self, name)) is not None or name.endswith("_parallel_size"):
                 object.__setattr__(self, name, check_int(name, number, 1, high))
         if self.seed is not None:
             object.__setattr__(self, "seed", check_int("seed", self.seed, 0, 2**63 - 1))
@@ -191,8 +194,10 @@ def config_as_json(config: RuntimeConfig) -> dict[str, Any]:
     for name in ("model", "device", "dtype"):
         if values[name] is not None:
             values[name] = str(values[name]).removeprefix("torch.")
-    if isinstance(config.model, Path) or (config.model is not None and Path(config.model).expanduser().exists()):
-        values["model"] = str(Path(config.model).expanduser().absolute())
+    if config.model is not None:
+        place = os.path.expanduser(config.model)
+        if not isinstance(config.model, str) or os.path.exists(place):
+            values["model"] = str(Path(place).absolute())
     if config.chat_template_kwargs is not None:
         values["chat_template_kwargs"] = dict(config.chat_template_kwargs)
     return values

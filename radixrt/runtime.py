@@ -252,6 +252,30 @@ class Runtime:
             while not call.is_over:
                 yield from call.chunks(self._driver.news(call))
 
+    @overload
+    async def async_generate(  # type: ignore[overload-overlap]  # as `generate`
+        self,
+        prompts: str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[dict[str, Any]] | dict[str, Any],
+        sampling_params: Params = None,
+        *,
+        tenant: str | None = None,
+        request_ids: str | None = None,
+        priority: int = 0,
+        on_error: OnError = "raise",
+    ) -> RequestOutput: ...
+
+    @overload
+    async def async_generate(
+        self,
+        prompts: Iterable[Prompt],
+        sampling_params: Params | Iterable[Params] = None,
+        *,
+        tenant: str | None = None,
+        request_ids: Iterable[str] | None = None,
+        priority: int | Iterable[int] = 0,
+        on_error: OnError = "raise",
+    ) -> list[RequestOutput]: ...
+
     async def async_generate(
         self,
         prompts: Prompt | Iterable[Prompt],
@@ -337,6 +361,27 @@ class Runtime:
                 for chunk in call.chunks(await self._driver.async_news(call)):
                     yield chunk
 
+    @overload
+    def score(  # type: ignore[overload-overlap]  # a str is a sequence of str
+        self,
+        prompts: Iterable[Prompt],
+        continuations: Iterable[Continuation],
+        *,
+        tenant: str | None = None,
+        progress: bool = False,
+    ) -> list[ScoreOutput]: ...
+
+    @overload
+    def score(
+        self,
+        prompts: Iterable[Prompt],
+        continuations: Iterable[Sequence[Continuation]],
+        *,
+        tenant: str | None = None,
+        progress: bool = False,
+    ) -> list[list[ScoreOutput]]: ...
+
+    @overload
     def score(
         self,
         prompts: Iterable[Prompt],
@@ -344,7 +389,16 @@ class Runtime:
         *,
         tenant: str | None = None,
         progress: bool = False,
-    ) -> list[ScoreOutput | list[ScoreOutput]]:
+    ) -> list[ScoreOutput | list[ScoreOutput]]: ...
+
+    def score(
+        self,
+        prompts: Iterable[Prompt],
+        continuations: Iterable[Continuation | Sequence[Continuation]],
+        *,
+        tenant: str | None = None,
+        progress: bool = False,
+    ) -> list[ScoreOutput] | list[list[ScoreOutput]] | list[ScoreOutput | list[ScoreOutput]]:
         """Score how likely the model finds continuations of prompts; shared contexts are computed once.
 
         For each prompt a continuation (text after a text prompt, else token ids) gives a ScoreOutput, and a list
@@ -355,13 +409,40 @@ class Runtime:
         requests, owners = self._builder.build_scored(listed, choices, tenant)
         return _scores(self._iterate(lambda: ([], requests), "return", progress), owners, choices)
 
+    @overload
+    async def async_score(  # type: ignore[overload-overlap]  # a str is a sequence of str
+        self,
+        prompts: Iterable[Prompt],
+        continuations: Iterable[Continuation],
+        *,
+        tenant: str | None = None,
+    ) -> list[ScoreOutput]: ...
+
+    @overload
+    async def async_score(
+        self,
+        prompts: Iterable[Prompt],
+        continuations: Iterable[Sequence[Continuation]],
+        *,
+        tenant: str | None = None,
+    ) -> list[list[ScoreOutput]]: ...
+
+    @overload
     async def async_score(
         self,
         prompts: Iterable[Prompt],
         continuations: Iterable[Continuation | Sequence[Continuation]],
         *,
         tenant: str | None = None,
-    ) -> list[ScoreOutput | list[ScoreOutput]]:
+    ) -> list[ScoreOutput | list[ScoreOutput]]: ...
+
+    async def async_score(
+        self,
+        prompts: Iterable[Prompt],
+        continuations: Iterable[Continuation | Sequence[Continuation]],
+        *,
+        tenant: str | None = None,
+    ) -> list[ScoreOutput] | list[list[ScoreOutput]] | list[ScoreOutput | list[ScoreOutput]]:
         """`score` for asyncio, as `async_generate`."""
         listed, choices = as_list(prompts), as_list(continuations)
         outputs: list[RequestOutput] = []

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import regex
 
@@ -50,6 +50,7 @@ SPELLINGS = {
     "ebnf": "grammar",
 }
 
+JsonSchema = str | Mapping[str, Any] | type[Any]  # JSON text, a schema, a pydantic model or a dataclass
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 LOGPROBS_MODES: tuple[str, ...] = get_args(LogprobsMode)
 
@@ -202,6 +203,59 @@ class SamplingParams:
     choice: tuple[str, ...] = ()
     json_object: bool = False
     form_engine: FormEngine = "auto"
+
+    if TYPE_CHECKING:  # fields are what is kept of what may be given, as lists are kept as tuples
+
+        def __init__(
+            self,
+            max_new_tokens: int | None = 128,
+            temperature: float = 1.0,
+            top_k: int = 0,
+            top_p: float = 1.0,
+            min_p: float = 0.0,
+            seed: int | None = None,
+            stop_token_ids: Sequence[int] = (),
+            ignore_eos: bool = False,
+            min_new_tokens: int = 0,
+            n: int = 1,
+            stop: str | Sequence[str] | None = (),
+            include_stop_str: bool = False,
+            skip_special_tokens: bool = True,
+            repetition_penalty: float = 1.0,
+            presence_penalty: float = 0.0,
+            frequency_penalty: float = 0.0,
+            logit_bias: Mapping[int, float] | Mapping[str, float] | tuple[tuple[int, float], ...] = (),
+            allowed_token_ids: Sequence[int] | None = None,
+            bad_words: Sequence[str | Sequence[int]] = (),
+            logprobs: int | None = None,
+            prompt_logprobs: int | None = None,
+            prompt_logprobs_start: int = 0,
+            truncate_prompt_tokens: int | None = None,
+            detokenize: bool = True,
+            logprobs_mode: LogprobsMode = "raw_logprobs",
+            stop_regex: str | Sequence[str] | None = (),
+            json_schema: JsonSchema | None = None,
+            regex: str | None = None,
+            grammar: str | None = None,
+            choice: Sequence[str] = (),
+            json_object: bool = False,
+            form_engine: FormEngine = "auto",
+            *,
+            max_tokens: int | None = ...,
+            min_tokens: int = ...,
+            sampling_seed: int | None = ...,
+            include_stop_str_in_output: bool = ...,
+            no_stop_trim: bool = ...,
+            guided_json: JsonSchema | None = ...,
+            guided_regex: str | None = ...,
+            guided_grammar: str | None = ...,
+            guided_choice: Sequence[str] = ...,
+            guided_json_object: bool = ...,
+            ebnf: str | None = ...,
+            response_format: Mapping[str, Any] = ...,
+            structured_outputs: object = ...,
+            guided_decoding: object = ...,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         own = vars(self)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from radixrt import ParameterError, SamplingParams
@@ -63,6 +64,7 @@ def test_each_kind() -> None:
         ({"grammar": b"start: x"}, "grammar is b'start: x'"),
         ({"choice": []}, r"choice is \[\]; it must be a list of strings, at least one"),
         ({"choice": "yes"}, "choice is 'yes'"),
+        ({"choice": np.array(["a", "b"])}, r"choice is array\(\['a', 'b'\]"),
         ({"choice": ["a", ""]}, "choice holds ''; it must be a string that is not empty"),
         ({"choice": ["a", 1]}, "choice holds 1"),
         ({"choice": ["a", "b", "a"]}, "choice holds 'a' twice"),

@@ -12,6 +12,7 @@ import pytest
 
 from radixrt import ParameterError, RunLimits, Runtime
 from radixrt.config import RuntimeConfig
+from radixrt.execution.device import choose_device
 from radixrt.limits import PassLimits
 
 
@@ -48,12 +49,23 @@ def test_a_runtime_takes_every_option_as_a_keyword() -> None:
         ({"kv_dtype": "int4"}, "kv_dtype is 'int4'; it must be one of: auto, fp8"),
         ({"quantization": "awq"}, "quantization is 'awq'; it must be one of: None, fp8"),
         ({"seed": 1.5}, "seed is 1.5"),
+        ({"model": ""}, "model is ''; it must be a folder or a hub id"),
+        ({"model": 5}, "model is 5; it must be a folder or a hub id"),
+        ({"model": ["a"]}, r"model is \['a'\]; it must be a folder"),
+        ({"tensor_parallel_size": None}, "tensor_parallel_size is None; it must be a whole number from 1 to 64"),
+        ({"pipeline_parallel_size": None}, "pipeline_parallel_size is None"),
+        ({"cuda_graphs": "no"}, "cuda_graphs is 'no'; it must be True, False or None"),
         ({"host_memory_gb": 1.0, "enable_prefix_cache": False}, "nothing is kept that could go to the host"),
     ],
 )
 def test_options_outside_their_bounds_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ParameterError, match=message):
         RuntimeConfig(**options)
+
+
+def test_a_number_that_is_no_device_is_refused() -> None:
+    with pytest.raises(ParameterError, match="device is 9223372036854775808; it must be on cpu or cuda"):
+        choose_device(2**63)  # type: ignore[arg-type]
 
 
 def test_whole_floats_become_ints() -> None:

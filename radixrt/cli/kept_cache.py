@@ -63,7 +63,7 @@ def checked_config(arguments: argparse.Namespace) -> RuntimeConfig:
 
 def model_place(arguments: argparse.Namespace) -> list[Place]:
     """The folder or file of the model; nothing if the hub has it."""
-    path = Path(getattr(arguments, "model", MODEL_PATH)).expanduser()
+    path = os.path.expanduser(getattr(arguments, "model", MODEL_PATH))
     kind = "folder" if os.path.isdir(path) else "file"
     return read_place(f"the model's {kind}", path) if os.path.exists(path) else []
 

@@ -78,6 +78,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from radixrt.batch.scan import scan_lines
     from radixrt.builtin import MODEL_PATH
     from radixrt.cli.console import Console
+    from radixrt.config import RuntimeConfig
     from radixrt.files.disk import temporary_folder
     from radixrt.files.place import check_apart, read_place
     from radixrt.files.standard import place_name
@@ -89,9 +90,14 @@ def _plan(arguments: argparse.Namespace) -> int:
     from radixrt.report.outline import decoded_by
     from radixrt.report.plan_page import plan_page
     from radixrt.report.plan_view import print_plan
+    from radixrt.sampling_params import MAX_NEW_TOKENS
 
     check_int("max_line_bytes", arguments.max_line_bytes, 1, 2**40)
     check_int("replicas", arguments.replicas, 1, 1024)
+    sizes = {name: getattr(arguments, name) for name in _LIMITS if hasattr(arguments, name)}
+    RuntimeConfig(**sizes)  # its bounds are those of a run
+    if mean_is_given := hasattr(arguments, "mean_new_tokens"):
+        check_int("mean_new_tokens", arguments.mean_new_tokens, 1, MAX_NEW_TOKENS)
     if arguments.prefixes < 0:
         raise ParameterError(f"prefixes is {arguments.prefixes}; it must be at least 0")
     page = None
@@ -124,11 +130,10 @@ def _plan(arguments: argparse.Namespace) -> int:
             nothing = "no prompts" if not len(scan) else "no prompt that can run"
             console.print(f"{place_name(arguments.input, 'input')} holds {nothing}", markup=False, soft_wrap=True)
             return DONE
-        demands, mean_is_given = scan.demands, hasattr(arguments, "mean_new_tokens")
+        demands = scan.demands
         if mean_is_given:
-            demands = replace(demands, new_tokens=demands.new_tokens.clip(max=max(1, arguments.mean_new_tokens)))
+            demands = replace(demands, new_tokens=demands.new_tokens.clip(max=arguments.mean_new_tokens))
         plan = plan_batch(scan.tokens, demands)
-        sizes = {name: getattr(arguments, name) for name in _LIMITS if hasattr(arguments, name)}
         limits = card.limits(shape, builder.context_length, **sizes)
         if plan.longest_request > limits.pool_tokens:
             raise ParameterError(

@@ -15,7 +15,7 @@ def choose_device(device: str | torch.device | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         chosen = torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise ParameterError(f"device is {device!r}; it must be on cpu or cuda, such as 'cuda:0'") from error
     if chosen.type not in ("cpu", "cuda"):
         raise ParameterError(f"device is {device!r}; it must be on cpu or cuda")

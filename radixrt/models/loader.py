@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import fields, replace
@@ -199,7 +200,14 @@ def model_folder(source: str | Path, *, weights: bool = True, revision: str | No
 
 
 def _found_folder(source: str | Path, weights: bool, revision: str | None) -> Path:
-    folder = _packaged(source) if source in PACKAGED and not Path(source).exists() else Path(source).expanduser()
+    is_packaged = source in PACKAGED and not os.path.exists(source)
+    folder = _packaged(source) if is_packaged else Path(os.path.expanduser(source))
+    try:
+        folder.stat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # it may be a hub id
+        pass
+    except OSError as error:
+        raise ModelError(f"{source} cannot be read: {error.strerror}") from error
     if revision is not None and folder.exists():
         raise ModelError(f"revision is {revision!r}, which is for hub ids, but {source} is on this machine")
     if folder.is_dir():

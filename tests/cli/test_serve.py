@@ -39,6 +39,8 @@ from tests.support.serving import Served
             "harmony is for both, or for reasoning alone",
         ),
         (["--model", "nothing/there/here"], "there is no folder nothing/there/here"),
+        (["--model", "~nobody-of-that-name/model"], "there is no folder ~nobody-of-that-name/model"),
+        (["--model", "n" * 300], "cannot be read: File name too long"),
     ],
 )
 def test_what_cannot_be_served(

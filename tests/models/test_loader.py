@@ -512,6 +512,14 @@ def test_a_path_that_is_no_name_asks_no_hub(source: str | Path, monkeypatch: pyt
         load_model(source)
 
 
+def test_a_path_that_cannot_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "snapshot_download", None)
+    with pytest.raises(ModelError, match=r"n{300} cannot be read: File name too long"):
+        load_model("n" * 300)
+    with pytest.raises(ModelError, match="there is no folder ~nobody-of-that-name/model"):
+        load_model("~nobody-of-that-name/model")
+
+
 # --- dummy weights ---
 
 

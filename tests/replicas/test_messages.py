@@ -132,6 +132,7 @@ def test_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (back.chat_template_kwargs, back.max_total_tokens) == ({"enable_thinking": False}, 100)
     assert RuntimeConfig(**config_as_json(RuntimeConfig())) == RuntimeConfig()
     assert config_as_json(RuntimeConfig("Qwen/Qwen3-0.6B"))["model"] == "Qwen/Qwen3-0.6B"
+    assert config_as_json(RuntimeConfig("n" * 300))["model"] == "n" * 300  # its Runtime refuses it
 
 
 def test_errors() -> None:

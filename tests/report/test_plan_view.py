@@ -317,6 +317,11 @@ def test_the_command_tells_what_cannot_be(tmp_path: Path, capsys: pytest.Capture
         ([str(EXAMPLES), "--flops", "1e12"], "give all three, or none"),
         ([str(EXAMPLES), "--prefixes", "-1"], "prefixes is -1"),
         ([str(EXAMPLES), "--replicas", "0"], "replicas is 0"),
+        ([str(EXAMPLES), "--max-total-tokens", "-1"], "max_total_tokens is -1; it must be a whole number from 1"),
+        ([str(EXAMPLES), "--max-running-requests", "0"], "max_running_requests is 0"),
+        ([str(EXAMPLES), "--max-running-requests", f"{10**20}"], "a whole number from 1 to 65536"),
+        ([str(EXAMPLES), "--chunked-prefill-size", "0"], "chunked_prefill_size is 0"),
+        ([str(EXAMPLES), "--mean-new-tokens", "-5"], "mean_new_tokens is -5; it must be a whole number from 1"),
     ):
         assert main(["plan", *options]) == 2
         assert message in capsys.readouterr().err
