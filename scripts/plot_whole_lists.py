@@ -1,12 +1,12 @@
-"""Draws docs/whole-lists.png, the picture of the README, from docs/whole-lists.csv. Needs matplotlib.
+"""Draw docs/whole-lists.png, the picture of the README, from docs/whole-lists.csv. Needs matplotlib.
 
 python scripts/plot_whole_lists.py [OUTPUT.png]
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
-import sys
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -52,4 +52,6 @@ def read(file: Path) -> list[list[str]]:
 
 
 if __name__ == "__main__":
-    draw(read(DOCS / "whole-lists.csv"), Path(sys.argv[1]) if len(sys.argv) > 1 else DOCS / "whole-lists.png")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path, nargs="?", default=DOCS / "whole-lists.png", metavar="OUTPUT.png")
+    draw(read(DOCS / "whole-lists.csv"), parser.parse_args().output)
