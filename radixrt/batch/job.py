@@ -18,7 +18,7 @@ from radixrt.batch.formats.line_format import LineParser
 from radixrt.batch.formats.openai_batch import ChatReader
 from radixrt.batch.formats.source import BadLine, read_lines
 from radixrt.batch.journal.journal import Kept
-from radixrt.batch.journal.manifest import Manifest
+from radixrt.batch.journal.manifest import CUTS, Manifest
 from radixrt.batch.journal.run_folder import RunFolder, aside_path, has_run, run_path
 from radixrt.batch.journal.sinks import JournalSink, Sink, StreamSink
 from radixrt.batch.journal.standard_output import StandardOutput
@@ -325,11 +325,9 @@ class ScannedBatch:
             with StandardOutput(batch.scratch, len(self.lines)) as output:
                 yield StreamSink(output)
             return
-        settings: dict[str, Any] = {"seed": seed}
+        settings: dict[str, Any] = {"seed": seed, CUTS: self.lines.cuts_hash}
         if batch.options.strict_form:
             settings["strict_form"] = True
-        if self.lines.cuts_hash is not None:
-            settings["lengths that the context allows"] = self.lines.cuts_hash
         manifest = Manifest(
             num_records=len(self.lines),
             input={"lines": self.lines.input_hash},

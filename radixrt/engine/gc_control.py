@@ -26,7 +26,7 @@ def old_objects_left_alone() -> Iterator[None]:
     list of prompts takes. Garbage of the calls is collected as ever, but less often: what requests leave goes
     without the collector, and most of it before there are so many new objects. `gc.freeze` sets the collector's
     counters to 0, so short calls would put off full collections for ever: now and then one is made between calls.
-    What somebody else has frozen stays so, and nothing more is.
+    What somebody else had frozen before them stays so, and nothing more is.
     """
     global _calls, _thresholds, _is_own
     with _lock:

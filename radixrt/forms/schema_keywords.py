@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -61,6 +61,7 @@ _UNREAD_ESCAPES = "bBpPkAzZGQ123456789"
 _MISREAD = re.compile(r"\(\?(?!:)|(?<!^)\^|\$(?!$)")
 # What may stand for a character that JSON has to escape, which xgrammar does not.
 _UNESCAPED = re.compile(r'["\x00-\x1F]|\\[\\xucntrfv0]')
+_UPPER = "maximum", "exclusiveMaximum"
 _INT64 = range(-(2**63), 2**63)
 _EXACT = 2**53  # whole numbers below it are exact as floats, and those beside them
 _MOST_EXACT_DECIMAL, _DECIMALS = 10**6, 5  # of bounds that xgrammar, which writes six decimals, enforces
@@ -78,7 +79,7 @@ def llguidance_refusal(schema: Any) -> str | None:
             return f"{place} has {short(str(number))}, which would be rounded"
         if (bound := _rounded_bound(one)) is not None:
             return f"{place} has a {bound!r} that would be rounded beyond it"
-        if one.get("exclusiveMinimum") == 0 and any(0 < bound < 1 for bound in _bounds(one, "aximum")):
+        if one.get("exclusiveMinimum") == 0 and any(0 < bound < 1 for bound in _bounds(one, _UPPER)):
             return f"{place} has an 'exclusiveMinimum' of 0 with a bound below 1, which would take 0"
         if one.get("nullable") is True:
             return f'{place} has \'nullable\', which would be ignored: give "type": [..., "null"]'
@@ -86,7 +87,7 @@ def llguidance_refusal(schema: Any) -> str | None:
 
 
 def without_nul(schema: Any) -> Any:
-    """The schema, whose patterns' negated classes leave out NUL: into a class that holds all control characters
+    """A copy whose patterns' negated classes leave out NUL: into a class that holds all control characters
     llguidance lets any that is escaped, such as a quotation mark that the class leaves out.
     """
     own = copy.deepcopy(schema)
@@ -100,7 +101,11 @@ def without_nul(schema: Any) -> Any:
 
 
 def _without_nul(pattern: str) -> str:
-    return _ESCAPE_OR_CLASS.sub(lambda m: f"{m[0][:-1]}\\x00]" if m[0].startswith("[^") else m[0], pattern)
+    def left_out(found: re.Match[str]) -> str:
+        is_negated = found[0].startswith("[^") and found[0] != "[^]"  # which goes on: the bracket is of the class
+        return f"[^\\x00-\\x00{found[0][2:]}" if is_negated else found[0]
+
+    return _ESCAPE_OR_CLASS.sub(left_out, pattern)
 
 
 def xgrammar_refusal(schema: Any) -> str | None:
@@ -145,7 +150,7 @@ def _misread(one: Mapping[str, Any]) -> str | None:
     if "number" in kinds:
         if (key := _rounded_bound(one)) is not None:
             return f"a {key!r} that would be rounded beyond it"
-        for bound in _bounds(one, "imum"):
+        for bound in _bounds(one, _BY_TYPE["number"]):
             if bound % 1 and (abs(bound) >= _MOST_EXACT_DECIMAL or round(bound, _DECIMALS) != bound):
                 return f"the bound {bound!r}, which would be rounded"
     required, named = one.get("required"), one.get("properties", {})
@@ -187,12 +192,10 @@ def _is_exact(number: int) -> bool:
         return False
 
 
-def _bounds(one: Mapping[str, Any], ending: str) -> Iterator[int | float]:
-    """Those whose name ends so."""
-    for key in _BY_TYPE["number"]:
-        value = one.get(key)
-        if key.endswith(ending) and isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield value
+def _bounds(one: Mapping[str, Any], names: Iterable[str]) -> Iterator[int | float]:
+    """Those of these names that are numbers."""
+    values = map(one.get, names)
+    return (value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool))
 
 
 def _rounded_bound(one: Mapping[str, Any]) -> str | None:
@@ -240,26 +243,30 @@ def _is(value: object, kind: str) -> bool:
 def _schemas(schema: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """A schema, all that it holds and what it refers to, each once and with its place."""
     known: set[int] = set()
-
-    def found(one: Any, place: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    todo = [("the schema", schema)]  # the next one last: references may go on for as long as a schema is
+    while todo:
+        place, one = todo.pop()
         if not isinstance(one, Mapping) or id(one) in known:
-            return
+            continue
         known.add(id(one))
         yield place, one
-        for key, value in one.items():
-            here = f"{'' if place == 'the schema' else place}/{key}"
-            if key in _LISTS or (key == "items" and isinstance(value, list)):
-                for number, inner in enumerate(value if isinstance(value, list) else ()):
-                    yield from found(inner, f"{here}/{number}")
-            elif key in _MAPS or key == "dependencies":
-                for name, inner in value.items() if isinstance(value, Mapping) else ():
-                    yield from found(inner, f"{here}/{name}")
-            elif key in _SINGLE:
-                yield from found(value, here)
-            elif key == "$ref" and isinstance(value, str) and value.startswith("#/"):
-                yield from found(_pointed(schema, value), value)
+        todo += reversed([*_within(schema, one, "" if place == "the schema" else place)])
 
-    return found(schema, "the schema")
+
+def _within(schema: Any, one: Mapping[str, Any], place: str) -> Iterator[tuple[str, Any]]:
+    """What one schema holds and refers to, in its order."""
+    for key, value in one.items():
+        here = f"{place}/{key}"
+        if key in _LISTS or (key == "items" and isinstance(value, list)):
+            for number, inner in enumerate(value if isinstance(value, list) else ()):
+                yield f"{here}/{number}", inner
+        elif key in _MAPS or key == "dependencies":
+            for name, inner in value.items() if isinstance(value, Mapping) else ():
+                yield f"{here}/{name}", inner
+        elif key in _SINGLE:
+            yield here, value
+        elif key == "$ref" and isinstance(value, str) and value.startswith("#/"):
+            yield value, _pointed(schema, value)
 
 
 def _pointed(value: Any, reference: str) -> Any:

@@ -326,12 +326,16 @@ class ReplicaGroup:
     @contextmanager
     def _only_call(self) -> Iterator[None]:
         """Two calls at once would take each other's answers."""
-        if not self._call.acquire(blocking=False):
-            raise RadixrtError("a group answers one call at a time, and another one is not over")
+        is_own = False
         try:
+            with deferred():  # a Ctrl-C would come before it is known whether the lock is held
+                is_own = self._call.acquire(blocking=False)
+            if not is_own:
+                raise RadixrtError("a group answers one call at a time, and another one is not over")
             yield
         finally:
-            self._call.release()
+            if is_own:
+                self._call.release()
 
     def _check_open(self) -> None:
         if not self.lanes:

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from httptools import HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from radixrt.server.event_frame import chunk_of
@@ -53,15 +54,20 @@ class BoundedProtocol(HttpToolsProtocol):
             self.send_400_response(f"The head of the request has more than {_MAX_HEAD_BYTES:,} bytes.")
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Called for the parser's exception: with the head it has ended the request, and left its body."""
+        """Called for the parser's exception: with the head it has ended the request, and left its body. A new one,
+        which knows of no end of the connection either, is told how the body is framed.
+        """
         upgrade = sys.exc_info()[1]
         assert upgrade is not None
         framing = [b"%s: %s\r\n" % header for header in self.headers if header[0] in _FRAMING]
+        rest = self._received[upgrade.args[0] :]
+        self.parser = HttpRequestParser(self)
         if framing:
             self.cycle.more_body = True
             self._is_repeated = True
-            rest = self._received[upgrade.args[0] :]
-            self.data_received(b"".join((b"POST / HTTP/1.1\r\n", *framing, b"\r\n", rest)))
+            rest = b"".join((b"POST / HTTP/1.1\r\n", *framing, b"\r\n", rest))
+        if rest:
+            self.data_received(rest)
 
     def on_message_begin(self) -> None:
         if not self._is_repeated:

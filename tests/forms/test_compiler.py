@@ -261,6 +261,13 @@ def test_what_llguidance_would_ignore_or_round_is_refused(given: dict[str, Any],
     assert found is None if message is None else re.search(message, str(found))
 
 
+def test_references_that_go_on_for_long() -> None:
+    """No deeper than others, and yet each within the one before."""
+    linked = {f"d{n}": {"properties": {"x": {"$ref": f"#/$defs/d{n + 1}"}}} for n in range(3000)}
+    schema = {"$ref": "#/$defs/d0", "$defs": {**linked, "d3000": {"nullable": True}}}
+    assert (llguidance_refusal(schema) or "").startswith("#/$defs/d3000 has 'nullable'")
+
+
 @NEEDS_LLGUIDANCE
 @pytest.mark.skipif(importlib.util.find_spec("xgrammar") is None, reason="xgrammar is not installed")
 def test_a_schema_that_refers_to_itself_alone(compiler: FormCompiler) -> None:

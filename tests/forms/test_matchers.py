@@ -117,6 +117,15 @@ def test_json(subject: Subject, name: str) -> None:
         validator.validate(json.loads(text))
 
 
+@pytest.mark.parametrize(
+    "negated", ["[^_-]", r"[^\s-]", "[^-a]", "[^^]", r"[^\]\[]", "[^]a]", r"[^\w.-]", "[^a-z0-9_-]"]
+)
+def test_negated_classes(subject: Subject, negated: str) -> None:
+    schema = {"type": "string", "pattern": f"^{negated}{{1,4}}$"}
+    for text in subject.texts("json_schema", json.dumps(schema), "llguidance"):
+        assert re.fullmatch(schema["pattern"], json.loads(text), re.ASCII), text  # as in ECMAScript
+
+
 @pytest.mark.parametrize("of_a_key", [False, True])
 def test_what_a_class_leaves_out_does_not_come_escaped(subject: Subject, of_a_key: bool) -> None:
     schema: dict[str, Any] = {"type": "string", "pattern": '^[^"]$'}

@@ -11,6 +11,7 @@ from radixrt.version import __version__
 
 _LONGEST_VALUE = 60  # characters of a value in a message
 _NOT_GIVEN = "not given"
+CUTS = "lengths that the context allows"  # a setting that the manifests of older runs lack
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Manifest:
 def differences(kept: Manifest, own: Manifest) -> list[str]:
     """A phrase for each value in which a kept manifest differs from our own."""
     there, here = dict(_leaves(kept)), dict(_leaves(own))
+    there.setdefault(f"settings.{CUTS}", here.get(f"settings.{CUTS}", _NOT_GIVEN))
     phrases = []
     for name in dict.fromkeys([*there, *here]):
         a, b = there.get(name, _NOT_GIVEN), here.get(name, _NOT_GIVEN)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import radixrt
-from radixrt.batch.journal.manifest import Manifest, differences
+from radixrt.batch.journal.manifest import CUTS, Manifest, differences
 from tests.support.simulated_batch import manifest
 
 LONG = "x" * 100
@@ -123,3 +123,11 @@ def test_what_json_cannot_say_is_refused() -> None:
 def test_what_is_no_manifest(text: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011
         Manifest.from_json(text)
+
+
+def test_runs_from_before_a_setting_was_kept_go_on() -> None:
+    older = manifest(1, settings={"x": 1})
+    none, some = (manifest(1, settings={"x": 1, CUTS: cuts}) for cuts in (None, "a"))
+    assert not differences(older, some)
+    assert differences(none, some) == [f'settings.{CUTS} is null there and "a" here']
+    assert differences(none, older)
