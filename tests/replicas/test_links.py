@@ -120,7 +120,9 @@ class Killer:
 
 @pytest.mark.parametrize("kills", [4, pytest.param(60, marks=pytest.mark.long)])
 def test_kills(kills: int, tmp_path: Path) -> None:
-    """At random moments; where all replicas were lost too often, the same call goes on with others."""
+    """At random moments; where all replicas were lost too often, the same call goes on with others. A line that
+    happens to be lost with four processes, by itself at last, is taken for their killer.
+    """
     killer = Killer(kills)
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [{"token_ids": prompt, "max_tokens": 12, "custom_id": str(n)} for n, prompt in enumerate(tree(300))]
@@ -128,6 +130,15 @@ def test_kills(kills: int, tmp_path: Path) -> None:
     with simulated_runtime() as runtime:
         assert not runtime.run_batch(source, tmp_path / "one.jsonl").errors
     expected = records(tmp_path / "one.jsonl")
+
+    def check() -> None:
+        found = records(output)
+        blamed = [n for n, each in enumerate(found) if "ends each process" in str(each["error"])]
+        assert len(blamed) <= (kills - 1) // 4
+        for n in blamed:
+            found[n] = expected[n]
+        assert found == expected
+
     while killer.left:
         with group_of(2, step_seconds=0.01) as group:
             killer.watch(group)
@@ -135,11 +146,11 @@ def test_kills(kills: int, tmp_path: Path) -> None:
                 group.run_batch(source, output, overwrite=True)
             except DeviceLostError:
                 continue
-        assert records(output) == expected
+        check()
     if not output.exists():
         with group_of(3) as group:
             group.run_batch(source, output)
-        assert records(output) == expected
+        check()
 
 
 def test_a_line_that_kills_its_process(tmp_path: Path) -> None:
