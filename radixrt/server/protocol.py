@@ -30,7 +30,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _open: Sequence[RequestResponseCycle] = ()  # those whose responses are not complete; several in a row
     _on_resumed: Callable[[], None] | None = None
     _outside_bytes = 0  # that came since the last bytes of a body, or end of a head or message
-    _received = b""  # the last bytes
+    _received, _rest = b"", b""  # the last bytes, and those of them that are to be parsed anew
     _is_repeated = False  # whether the head that is parsed was told before
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -47,9 +47,11 @@ class BoundedProtocol(HttpToolsProtocol):
         _cancel(self._read_timer)
 
     def data_received(self, data: bytes) -> None:
-        self._outside_bytes += len(data)
-        self._received = data
-        super().data_received(data)
+        while data:
+            self._outside_bytes += len(data)
+            self._received, self._rest = data, b""
+            super().data_received(data)
+            data = self._rest
         if self._outside_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response(f"The head of the request has more than {_MAX_HEAD_BYTES:,} bytes.")
 
@@ -66,8 +68,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.cycle.more_body = True
             self._is_repeated = True
             rest = b"".join((b"POST / HTTP/1.1\r\n", *framing, b"\r\n", rest))
-        if rest:
-            self.data_received(rest)
+        self._rest = rest
 
     def on_message_begin(self) -> None:
         if not self._is_repeated:

@@ -85,6 +85,14 @@ def test_an_upgrade_that_is_asked_for_changes_nothing(size: int, is_chunked: boo
     assert b'"count":' in told
 
 
+def test_upgrades_that_many_requests_in_a_row_ask_for(serving: Serving) -> None:
+    asks = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    last = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+    with connected(serving()) as connection:
+        connection.sendall(asks * 600 + last)
+        assert read_to_end(connection).count(b"HTTP/1.1 200 ") == 601
+
+
 @pytest.mark.parametrize("begin", [b"HTTP/1.1\r\nConnection: close, Upgrade", b"HTTP/1.0\r\nConnection: Upgrade"])
 def test_an_upgrade_that_the_last_request_asks_for(begin: bytes, serving: Serving) -> None:
     body = b'{"prompt": "Mira likes Oslo."}'
