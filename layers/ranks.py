@@ -25,7 +25,8 @@ class Ranks:
 
     Attributes:
         group: torch's process group, NCCL's on GPUs, Gloo's on CPUs; None: of one rank.
-        peers: sums parts that it takes, in the order of ranks, in float32; None: the group sums all.
+        peers: sums parts that it takes, in the order of ranks, in float32, and joins them; None: the group does
+            all.
         ordered: sums are taken in the order of ranks, in float32. Otherwise the order, and so the bits of a sum of
             more than two, may depend on where in a tensor an element is, and on the tensor's size.
         turns: of halves of a pass, whose sums are the group's; None: of ranks that compute no halves.
@@ -77,6 +78,8 @@ class Ranks:
         num_rows, width = part.shape
         if out is None:
             out = part.new_empty(num_rows, self.size * width)
+        if self.peers is not None and self.peers.joins(part):
+            return self.peers.join(part, out)
         out.view(num_rows, self.size, width).copy_(self._gathered(part).transpose(0, 1))
         return out
 

@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 
-KINDS = ("alone", "normed", "by row", "in groups")
+KINDS = ("alone", "joined", "normed", "by row", "in groups")
 
 
 def told(rows: QuantisedRows, total: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -31,7 +31,7 @@ def told(rows: QuantisedRows, total: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def check_sums(rank: int, port: int, size: int) -> None:
     """Of shapes at random, launched one after the other, in one shot and in two, without the norm, with it and
-    quantised: all to the bit.
+    quantised, and parts side by side: all to the bit.
     """
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
@@ -56,6 +56,8 @@ def check_sums(rank: int, port: int, size: int) -> None:
             ones, kind = (part.new_ones(part.shape), part.new_ones(part.shape[1]), 1e-6), choices.choice(KINDS)
             if kind == "alone":
                 result = (way(part.clone()),)
+            elif kind == "joined":
+                result = (group.ranks.joined(part),)
             elif kind == "normed":
                 result = way.add_rms_norm(part, *ones)
             else:
@@ -64,7 +66,9 @@ def check_sums(rank: int, port: int, size: int) -> None:
         for of_ranks, (kind, got) in zip(parts, found, strict=True):
             total = total_of(of_ranks)
             ones, expected = (torch.ones_like(total), torch.ones_like(total[0]), 1e-6), (total,)
-            if kind == "normed":
+            if kind == "joined":
+                expected = (torch.cat(of_ranks, dim=1),)
+            elif kind == "normed":
                 expected = add_rms_norm(total, *ones)
             elif kind != "alone":
                 expected = told(*quantised_rms_norm(total, *ones, groups=kind == "in groups"))

@@ -56,7 +56,7 @@ OVERLAPPING = {
 # What must be in a kernel's PTX. A compiler leaves out an acquire whose result is not used, and splits accesses of
 # 16 bytes where it does not know that addresses are aligned.
 _OF_PEERS = ("ld.global.sys.acquire", "ld.volatile.global.v4")
-NEEDED = {"_peer_sum_kernel": _OF_PEERS, "_peer_add_rms_norm_kernel": _OF_PEERS}
+NEEDED = dict.fromkeys(("_peer_sum_kernel", "_peer_join_kernel", "_peer_add_rms_norm_kernel"), _OF_PEERS)
 PROCESSES = 2
 
 

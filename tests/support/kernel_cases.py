@@ -920,6 +920,8 @@ def _peer_cases() -> Iterator[KernelCase]:
                     told = f"{name}, {size} quantised {'in groups' if groups else 'by row'}"
                     yield KernelCase(PeerSum, told, call, is_few, min_capability=FIRST_CAPABILITY)
             yield KernelCase(PeerSum, name, partial(peers, part), few)
+        part, out = torch.empty(3, 128256 // num_ranks, dtype=dtype), torch.empty(3, 128256, dtype=dtype)
+        yield KernelCase(PeerSum, f"{num_ranks} ranks, joined", partial(peers.join, part, out), few)
 
 
 # --- recurrent layers ---

@@ -1,7 +1,8 @@
-"""How ranks exchange their parts of a sum within a kernel: each writes into the others' memory, and signals.
+"""How ranks exchange their parts within a kernel: each writes into the others' memory, and signals.
 
-In one shot all ranks add all; in two each block has an owner, which adds it and writes the sum into the others'
-memory, as in the all-reduces of TensorRT-LLM. Addends are in the order of ranks, on each of them and for any size.
+In one shot all ranks get all parts, and add them or put them side by side; in two each block has an owner, which
+adds it and writes the sum into the others' memory, as in the all-reduces of TensorRT-LLM. Addends are in the order
+of ranks, on each of them and for any size. Below, parts that are put side by side count as a sum.
 
 Two places for what comes suffice. Who has ended sum n - 1 knows that all ranks have begun it: each has told it, or
 has told the owner that told it, for the first block as for any. So all have ended sum n - 2, and nobody reads its
@@ -20,6 +21,34 @@ from triton_ops.implementation import tl, triton
 
 
 @triton.jit
+def exchanged(
+    own,
+    offs,
+    mask,
+    addresses_ptr,
+    counters_ptr,
+    most,
+    patience,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    TRAPS: tl.constexpr,
+):
+    """Send a program's part to all others, and wait for theirs: where they lie, that of each rank `most` elements
+    after the one before.
+    """
+    nth, place, patience = _begin(counters_ptr, patience, SIZE)
+    for step in tl.static_range(1, SIZE):
+        theirs = _memory_of((RANK + step) % SIZE, addresses_ptr, own.dtype)
+        tl.store(theirs + (place + RANK) * most + offs, own, mask=mask)
+    _tell_all(nth, addresses_ptr, RANK, SIZE)
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            _wait_for(peer, nth, patience, addresses_ptr, counters_ptr, RANK, SIZE, TRAPS)
+    tl.debug_barrier()
+    return _memory_of(RANK, addresses_ptr, own.dtype) + place * most
+
+
+@triton.jit
 def sum_in_one_shot(
     own,
     offs,
@@ -33,16 +62,7 @@ def sum_in_one_shot(
     TRAPS: tl.constexpr,
 ):
     """The sum of a program's part over ranks, in float32, in one shot."""
-    nth, place, patience = _begin(counters_ptr, patience, SIZE)
-    for step in tl.static_range(1, SIZE):
-        theirs = _memory_of((RANK + step) % SIZE, addresses_ptr, own.dtype)
-        tl.store(theirs + (place + RANK) * most + offs, own, mask=mask)
-    _tell_all(nth, addresses_ptr, RANK, SIZE)
-    for peer in tl.static_range(SIZE):
-        if peer != RANK:
-            _wait_for(peer, nth, patience, addresses_ptr, counters_ptr, RANK, SIZE, TRAPS)
-    tl.debug_barrier()
-    received = _memory_of(RANK, addresses_ptr, own.dtype) + place * most
+    received = exchanged(own, offs, mask, addresses_ptr, counters_ptr, most, patience, RANK, SIZE, TRAPS)
     return _added(own, offs, mask, received, most, RANK, SIZE)
 
 

@@ -1,4 +1,6 @@
-"""Sums over GPUs by one kernel, and the addition of a residual and the norm after it in the same one."""
+"""Sums over GPUs by one kernel, and the addition of a residual and the norm after it in the same one; and parts of
+GPUs side by side, by another one.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,12 @@ from triton_ops.activations.elementwise import check_residual, check_vector
 from triton_ops.activations.quantised_rows import QuantisedRows
 from triton_ops.implementation import cdiv, next_power_of_2, tl, triton
 from triton_ops.norms.rms_norm import row_scale, store_norm, weighted
-from triton_ops.ranks.exchange import end_sum, sum_in_one_shot, sum_in_two_shots
+from triton_ops.ranks.exchange import end_sum, exchanged, sum_in_one_shot, sum_in_two_shots
 from triton_ops.tuning import row_blocks
 
 BLOCK, TWO_SHOTS_BLOCK = 2048, 4096  # elements of a program that only adds, in one shot and in two
-_WARPS = 8  # of such a program
+JOIN_BLOCK = 4096  # of one that joins, at most
+_WARPS = 8  # of such programs
 TWO_SHOTS_TILES = 1  # blocks of `row_blocks` of a program that norms, in two shots
 # Bytes of a part of more than two ranks above which a sum takes two shots: it waits twice, but sends less.
 TWO_SHOTS_ABOVE = 2**19
@@ -58,7 +61,8 @@ class PeerMemory:
 
 
 class PeerSum:
-    """Sums parts over ranks. All launch the same sums in the same order, each on one stream of its own.
+    """Sums parts over ranks, or joins them. All launch the same sums in the same order, each on one stream of its
+    own.
 
     A rank whose part has not come after so many attempts ends the kernel, and the device is lost: a sum without it
     would be wrong. With `traps` False it is given up instead, and so are all later ones: see `has_given_up`.
@@ -123,6 +127,35 @@ class PeerSum:
                 num_warps=_WARPS,
             )
         return part
+
+    def joins(self, part: Tensor) -> bool:
+        """Whether `join` takes parts `[num_rows, size]`: a row fits."""
+        return part.dim() == 2 and part.is_contiguous() and self.takes(part[:1])
+
+    def join(self, part: Tensor, out: Tensor) -> Tensor:
+        """Fill `out` `[num_rows, ranks * size]`, contiguous, with the ranks' parts `[num_rows, size]` side by
+        side, by as many launches as it takes for each one's rows to fit. Returns it.
+        """
+        num_rows, size = part.shape
+        if out.shape != (num_rows, self._size * size) or out.dtype != part.dtype or not out.is_contiguous():
+            raise ValueError(f"out must be contiguous, {part.dtype} [{num_rows}, {self._size * size}]")
+        block = min(JOIN_BLOCK, next_power_of_2(size))
+        blocks = cdiv(size, block)  # of a row
+        most_rows = min(self.num_bytes // (size * part.itemsize), self._most_programs // blocks)
+        rows = max(1, cdiv(num_rows, max(1, cdiv(num_rows, most_rows))))  # of a launch
+        for start in range(0, num_rows, rows):
+            own = part[start : start + rows]
+            num_programs = len(own) * blocks
+            _peer_join_kernel[(num_programs,)](
+                own,
+                *self._arguments(own, num_programs),
+                out[start : start + rows],
+                **self._constants,
+                WIDTH=size,
+                BLOCK=block,
+                num_warps=_WARPS,
+            )
+        return out
 
     def add_rms_norm(self, part: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """`triton_ops.norms.rms_norm.add_rms_norm` of the sum of the ranks' parts, rounded to their dtype: the
@@ -231,6 +264,36 @@ def _peer_sum_kernel(
         own = tl.load(part_ptr + offs, mask=mask, other=0.0)
         total = sum_in_one_shot(own, offs, mask, addresses_ptr, counters_ptr, most, patience, RANK, SIZE, TRAPS)
     tl.store(part_ptr + offs, total.to(element), mask=mask)
+    end_sum(counters_ptr, num_programs)
+
+
+@triton.jit(do_not_specialize=["num_programs", "patience"])
+def _peer_join_kernel(
+    part_ptr,
+    addresses_ptr,
+    counters_ptr,
+    most,
+    num_programs,
+    patience,
+    out_ptr,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    TRAPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    col = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    mask = col < WIDTH
+    offs = row * WIDTH + col
+    own = tl.load(part_ptr + offs, mask=mask, other=0.0)
+    received = exchanged(own, offs, mask, addresses_ptr, counters_ptr, most, patience, RANK, SIZE, TRAPS)
+    for peer in tl.static_range(SIZE):
+        part = own
+        if peer != RANK:
+            part = tl.load(received + peer * most + offs, mask=mask, other=0.0, volatile=True)
+        tl.store(out_ptr + (row * SIZE + peer) * WIDTH + col, part, mask=mask)
     end_sum(counters_ptr, num_programs)
 
 

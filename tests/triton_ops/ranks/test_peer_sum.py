@@ -15,6 +15,7 @@ from typing import TypeVar
 import pytest
 import torch
 
+from layers.ranks import Ranks
 from tests.support.interpreter import require_interpreter
 from triton_ops.norms.rms_norm import add_rms_norm, quantised_rms_norm
 from triton_ops.ranks import peer_sum
@@ -135,6 +136,50 @@ def test_sums_that_are_normed(
             assert len(found[rank][place]) == len(expected)
 
 
+@gpu
+@pytest.mark.parametrize(("size", "dtype"), [(2, BF16), (3, FP32), (4, FP16), (4, BF16)])
+def test_parts_side_by_side(size: int, dtype: torch.dtype) -> None:
+    """By one launch and by several, between sums, whose places they share, in one shot and in two."""
+    shapes = [(3, 64), (1, 2001), (40, 750), (1, 1), (9, 5000), (2, 16000), (300, 64)] * 15
+    generator = torch.Generator("cuda").manual_seed(0)
+    parts = [
+        [torch.randn(shape, generator=generator, device="cuda").to(dtype) for shape in shapes] for _ in range(size)
+    ]
+
+    def work(peers: PeerSum, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        found = []
+        for part in parts[rank]:
+            out = part.new_empty(len(part), size * part.shape[1])
+            found.append((peers.join(part, out), peers(part[:1, :1000].clone())))
+        return found
+
+    found = on_streams(size, 2**16, MIXED, work)
+    for place, of_ranks in enumerate(zip(*parts, strict=True)):
+        expected = torch.cat(of_ranks, dim=1), total_of([part[:1, :1000] for part in of_ranks])
+        for rank in range(size):
+            assert all(map(torch.equal, found[rank][place], expected))
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("shape", [(1, 64), (17, 750), (2, 5000), (5, 1)])
+def test_the_last_rank_joins_all_parts(size: int, shape: tuple[int, int], kernel_device: torch.device) -> None:
+    """As layers do it: with little patience, ranks one after the other."""
+    memory = memory_of(size, 10_000, kernel_device)
+    generator = torch.Generator(kernel_device).manual_seed(0)
+    parts = [torch.randn(*shape, generator=generator, device=kernel_device).half() for _ in range(size)]
+    expected = torch.cat(parts, dim=1)
+    rows = min(shape[0], 10_000 // (2 * shape[1]))  # that fit at once
+    for last in (0, size - 1):
+        for start in range(0, shape[0], rows):
+            for rank in [*(rank for rank in range(size) if rank != last), last]:
+                memory[rank].counters[2] = 0
+                ranks = Ranks(rank, size, None, PeerSum(memory[rank], patience=1, traps=False))
+                found = ranks.joined(parts[rank][start : start + rows])
+            assert torch.equal(found, expected[start : start + rows])
+            assert int(memory[last].counters[2]) == 0
+    assert [each.counters[:2].tolist() for each in memory] == [[2 * -(-shape[0] // rows), 0]] * size
+
+
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", [(1, 64), (17, 64), (3, 1024), (2, 5000)])
@@ -226,10 +271,14 @@ def test_in_two_shots_a_rank_writes_nothing_else(kernel_device: torch.device) ->
 
 
 def summed_by_process(memory: PeerMemory, parts: list[torch.Tensor], found: list[torch.Tensor]) -> None:
-    """Sums in one shot and in two, of ranks that run at a time; then the process ends with 0."""
+    """Sums in one shot and in two, and parts side by side, of ranks that run at a time; then the process ends with
+    0.
+    """
     peers = PeerSum(memory, traps=False, two_shots_above=5000)
     for place, (part, own) in enumerate(zip(parts, found, strict=True)):
-        if place % 3:
+        if place % 4 == 0:
+            own.copy_(peers.join(part, part.new_empty(len(part), 3 * part.shape[1])).view(len(part), 3, -1).sum(1))
+        elif place % 3:
             own.copy_(peers(part))
         else:
             own.copy_(peers.add_rms_norm(part, torch.zeros_like(part), part[0], 1e-6)[1])
@@ -373,3 +422,14 @@ def test_what_fits() -> None:
     assert not first.takes(torch.empty(32, 64, dtype=torch.bfloat16).T)
     assert first.takes_rows(torch.empty(4, 512, dtype=torch.bfloat16))
     assert not first.takes_rows(torch.empty(5, 16, dtype=torch.bfloat16))
+    assert first.joins(torch.empty(100, 2048, dtype=torch.bfloat16))
+    assert first.joins(torch.empty(0, 2048, dtype=torch.bfloat16))
+    assert not first.joins(torch.empty(100, 2049, dtype=torch.bfloat16))
+    assert not first.joins(torch.empty(100, dtype=torch.bfloat16))
+    assert not first.joins(torch.empty(32, 64, dtype=torch.bfloat16).T)
+
+
+@pytest.mark.parametrize("out", [torch.empty(3, 64), torch.empty(3, 128).half(), torch.empty(128, 3).T])
+def test_what_parts_are_not_joined_in(out: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="out must be contiguous"):
+        PeerSum(memory_of(2, 4096, torch.device("cpu"))[0]).join(torch.empty(3, 64), out)
