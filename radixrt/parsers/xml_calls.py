@@ -10,7 +10,9 @@ from typing import Any, NoReturn
 
 import regex
 
+from radixrt.parsers.json_value import JsonObject
 from radixrt.parsers.source import Kind, Part, Source, Steps, Tools, content, match_next, skip_next, text_until
+from radixrt.text.builder import find_stop
 
 _HEAD = regex.compile(r"(?:<tool_call>\s{0,32})?<function=([^<>\s]{1,256})>")  # the outer tag is often left out
 KEY = regex.compile(r"[^<>\n]{1,256}")
@@ -70,21 +72,40 @@ def _text(source: Source) -> Steps[bool]:
 
 def _value(source: Source) -> Steps[bool]:
     """Take JSON, or text where it is none; it is known only when it has ended."""
-    pieces: list[str] = []
-
-    def kept(raw: str) -> Part:
-        pieces.append(raw)
-        return Part(Kind.ARGUMENTS, raw, "")
-
-    is_whole = yield from text_until(source, kept, _ENDS)
-    raw = "".join(pieces)
-    if not is_whole:
-        yield Part(Kind.ARGUMENTS, "", raw)
-        return False
+    start, end = (yield from _closing(source)) or (len(source.text), 0)
+    raw, tag = source.take(start), source.take(end - start)
     value = _OF_PYTHON.get(raw.strip(), raw.strip())
-    tag = source.take(source.text.index(">") + 1)
-    yield Part(Kind.ARGUMENTS, tag, value if _is_json(value) else _quoted(raw))
-    return True
+    if not tag:
+        value = raw
+    elif not _is_json(value):
+        value = _quoted(raw)
+    if raw or tag:
+        yield Part(Kind.ARGUMENTS, raw + tag, value)
+    return bool(tag)
+
+
+def _closing(source: Source) -> Steps[tuple[int, int] | None]:
+    """Start and end of the tag that ends a value; None where none comes. It is the first one, unless that is in a
+    string of JSON that is whole before a later one.
+    """
+    first = None
+    found, read, searched = JsonObject(), 0, 0
+    found.push('{"": ')  # any value may follow
+    while True:
+        if (tag := find_stop(_ENDS, source.text, searched)) is None:
+            if source.ended:
+                return first
+            searched = len(source.text)
+            yield None
+            continue
+        first = first or tag
+        found.push(source.text[read : tag[0]])
+        if not found.is_in_string:
+            return tag if _is_json(source.text[: tag[0]].strip()) else first
+        read = searched = tag[1]
+        found.push(source.text[tag[0] : read])
+        if found.is_broken:
+            return first
 
 
 def _is_json(text: str) -> bool:
