@@ -23,6 +23,15 @@ _NEW_LINE = regex.compile(r"\n")
 _ENDS = ("\n</parameter>", "</parameter>")
 # As the template writes them in the history, after str() of Python.
 _OF_PYTHON = {"True": "true", "False": "false", "None": "null"}
+_TYPES = {
+    str: {"string"},
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    float: {"integer", "number"},
+    type(None): {"null"},
+    list: {"array"},
+    dict: {"object"},
+}
 
 
 def qwen3_coder(source: Source, tools: Tools) -> Steps[None]:
@@ -50,8 +59,8 @@ def _arguments(source: Source, properties: Mapping[str, Any]) -> Steps[bool]:
         yield Part(Kind.ARGUMENTS, raw, f"{before}{_quoted(match[1])}: ")
         if (yield from match_next(source, _NEW_LINE)):
             yield Part(Kind.ARGUMENTS, source.take(1), "")
-        is_text = is_plain_text(properties.get(match[1]))
-        if not (yield from (_text(source) if is_text else _value(source))):
+        schema = properties.get(match[1])
+        if not (yield from (_text(source) if is_plain_text(schema) else _value(source, schema))):
             return False
         before = ", "
     return False
@@ -70,14 +79,14 @@ def _text(source: Source) -> Steps[bool]:
     return True
 
 
-def _value(source: Source) -> Steps[bool]:
-    """Take JSON, or text where it is none; it is known only when it has ended."""
+def _value(source: Source, schema: object) -> Steps[bool]:
+    """Take JSON, or text where it is none, or where the schema wants that; it is known only when it has ended."""
     start, end = (yield from _closing(source)) or (len(source.text), 0)
     raw, tag = source.take(start), source.take(end - start)
     value = _OF_PYTHON.get(raw.strip(), raw.strip())
     if not tag:
         value = raw
-    elif not _is_json(value):
+    elif not _is_json(value) or _is_text_by(schema, json.loads(value)):
         value = _quoted(raw)
     if raw or tag:
         yield Part(Kind.ARGUMENTS, raw + tag, value)
@@ -106,6 +115,24 @@ def _closing(source: Source) -> Steps[tuple[int, int] | None]:
         found.push(source.text[tag[0] : read])
         if found.is_broken:
             return first
+
+
+def _is_text_by(schema: object, value: object) -> bool:
+    """Whether text is among the types of a schema, and that of a JSON value is not: 12 for text or null."""
+    types = _types(schema)
+    return "string" in types and types.isdisjoint(_TYPES[type(value)])
+
+
+def _types(schema: object) -> set[str]:
+    """Those that a schema names, in its alternatives too; none where these may have others."""
+    if not isinstance(schema, Mapping):
+        return set()
+    named = schema.get("type")
+    if named is None:
+        choices = schema.get("anyOf", schema.get("oneOf"))
+        each = [_types(choice) for choice in choices] if isinstance(choices, list) else []
+        return set().union(*each) if all(each) else set()
+    return {one for one in (named if isinstance(named, list) else [named]) if isinstance(one, str)}
 
 
 def _is_json(text: str) -> bool:

@@ -156,6 +156,28 @@ def test_qwen3_coder(text: str, told: Told) -> None:
 
 
 @pytest.mark.parametrize(
+    ("schema", "value", "expected"),
+    [
+        ({"type": ["string", "null"]}, "12", '"12"'),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "12", '"12"'),
+        ({"oneOf": [{"type": "null"}, {"anyOf": [{"type": "string"}]}]}, "True", '"True"'),
+        ({"type": ["string", "null"]}, "None", "null"),
+        ({"type": ["string", "null"]}, '"12"', '"12"'),
+        ({"type": ["string", "integer"]}, "12", "12"),
+        ({"type": ["string", "array"]}, '{"a": 1}', '"{\\"a\\": 1}"'),
+        ({"anyOf": [{"type": "string"}, {"enum": [12]}]}, "12", "12"),
+        ({"type": "integer"}, "true", "true"),
+        ({"anyOf": 5}, "12", "12"),
+        ({"type": [["string"]]}, "12", "12"),
+    ],
+)
+def test_values_where_text_is_among_the_types(schema: Any, value: str, expected: str) -> None:
+    tools = Tools({"weather": {"properties": {"x": schema}}})
+    told = in_all_cuts(coder("x", value), "qwen3_coder", None, tools=tools)
+    assert told == [CALL[0], ("arguments", f'{{"x": {expected}}}')]
+
+
+@pytest.mark.parametrize(
     ("text", "told"),
     [
         (HARMONY, [("reasoning", "Need Oslo."), *CALL]),
