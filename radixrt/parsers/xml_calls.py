@@ -23,6 +23,7 @@ _NEW_LINE = regex.compile(r"\n")
 _ENDS = ("\n</parameter>", "</parameter>")
 # As the template writes them in the history, after str() of Python.
 _OF_PYTHON = {"True": "true", "False": "false", "None": "null"}
+_BEFORE = '{"": '  # any value may follow
 _TYPES = {
     str: {"string"},
     bool: {"boolean"},
@@ -85,7 +86,7 @@ def _value(source: Source, schema: object) -> Steps[bool]:
     raw, tag = source.take(start), source.take(end - start)
     value = _OF_PYTHON.get(raw.strip(), raw.strip())
     if not tag:
-        value = raw
+        value = raw if _begins_json(raw) else _quoted(raw)[:-1]
     elif not _is_json(value) or _is_text_by(schema, json.loads(value)):
         value = _quoted(raw)
     if raw or tag:
@@ -99,7 +100,7 @@ def _closing(source: Source) -> Steps[tuple[int, int] | None]:
     """
     first = None
     found, read, searched = JsonObject(), 0, 0
-    found.push('{"": ')  # any value may follow
+    found.push(_BEFORE)
     while True:
         if (tag := find_stop(_ENDS, source.text, searched)) is None:
             if source.ended:
@@ -141,6 +142,12 @@ def _is_json(text: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
+
+
+def _begins_json(text: str) -> bool:
+    found = JsonObject()
+    found.push(_BEFORE + text)
+    return not found.is_done and not found.is_broken
 
 
 def _refuse(name: str) -> NoReturn:
