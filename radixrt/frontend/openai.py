@@ -123,7 +123,9 @@ def asked_prompt(url: str, given: dict[str, Any]) -> str | list[int] | Chat:
                 f"{_PROMPTS} is {as_json(prompts)}; it must be {as_json(not is_continued)} here, or left out"
             )
         checked = [_message(f"messages[{place}]", one) for place, one in enumerate(messages)]
-        return Chat.of({"messages": checked, **{name: given[name] for name in _OF_CHATS if name in given}})
+        left_out = ("tools",) if given.get("tool_choice") == "none" else ()  # the model is to see none
+        more = {name: given[name] for name in _OF_CHATS if name in given and name not in left_out}
+        return Chat.of({"messages": checked, **more})
     prompt = given.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
         if len(prompt) > 1:

@@ -109,11 +109,15 @@ def _typed(which: str, schema: Mapping[str, Any], rule: str) -> str:
 
 def _text(which: str, schema: Mapping[str, Any], rule: str) -> str:
     _check_known(which, schema, _OF_TEXT)
-    if "enum" not in schema:
-        return f'{rule}[suffix="\\n</parameter>\\n"]: /(?s:.*)/\n'
+    if "enum" not in schema:  # the first tag ends it for who reads it, with or without a new line before
+        return f'{rule}: {rule}t "\\n"\n{rule}t[suffix="</parameter>"]: /(?s:.*)/\n'
     values: Sequence[Any] = schema["enum"]
     if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
         raise ParameterError(f"{which} has an enum that is no list of strings")
+    if any("</parameter>" in value for value in values):
+        raise ParameterError(
+            f"{which} has an enum with '</parameter>', which cannot be forced: it ends a parameter"
+        )
     choices = " | ".join(json.dumps(value, ensure_ascii=False) for value in values)
     return f'{rule}: ({choices}) "\\n</parameter>\\n"\n'
 

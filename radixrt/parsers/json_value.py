@@ -28,6 +28,11 @@ class JsonObject:
         self._in_string = self._in_escape = False
         self._digits = 0  # of a \u that are still to come
 
+    @property
+    def is_in_string(self) -> bool:
+        """Whether a string has begun and not ended."""
+        return self._in_string and not self.is_broken
+
     def push(self, text: str) -> int:
         """Read on. Returns how many characters of `text` belong to the object."""
         for place, character in enumerate(text):

@@ -10,7 +10,9 @@ from typing import Any, NoReturn
 
 import regex
 
+from radixrt.parsers.json_value import JsonObject
 from radixrt.parsers.source import Kind, Part, Source, Steps, Tools, content, match_next, skip_next, text_until
+from radixrt.text.builder import find_stop
 
 _HEAD = regex.compile(r"(?:<tool_call>\s{0,32})?<function=([^<>\s]{1,256})>")  # the outer tag is often left out
 KEY = regex.compile(r"[^<>\n]{1,256}")
@@ -21,6 +23,16 @@ _NEW_LINE = regex.compile(r"\n")
 _ENDS = ("\n</parameter>", "</parameter>")
 # As the template writes them in the history, after str() of Python.
 _OF_PYTHON = {"True": "true", "False": "false", "None": "null"}
+_BEFORE = '{"": '  # any value may follow
+_TYPES = {
+    str: {"string"},
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    float: {"integer", "number"},
+    type(None): {"null"},
+    list: {"array"},
+    dict: {"object"},
+}
 
 
 def qwen3_coder(source: Source, tools: Tools) -> Steps[None]:
@@ -48,8 +60,8 @@ def _arguments(source: Source, properties: Mapping[str, Any]) -> Steps[bool]:
         yield Part(Kind.ARGUMENTS, raw, f"{before}{_quoted(match[1])}: ")
         if (yield from match_next(source, _NEW_LINE)):
             yield Part(Kind.ARGUMENTS, source.take(1), "")
-        is_text = is_plain_text(properties.get(match[1]))
-        if not (yield from (_text(source) if is_text else _value(source))):
+        schema = properties.get(match[1])
+        if not (yield from (_text(source) if is_plain_text(schema) else _value(source, schema))):
             return False
         before = ", "
     return False
@@ -68,23 +80,60 @@ def _text(source: Source) -> Steps[bool]:
     return True
 
 
-def _value(source: Source) -> Steps[bool]:
-    """Take JSON, or text where it is none; it is known only when it has ended."""
-    pieces: list[str] = []
-
-    def kept(raw: str) -> Part:
-        pieces.append(raw)
-        return Part(Kind.ARGUMENTS, raw, "")
-
-    is_whole = yield from text_until(source, kept, _ENDS)
-    raw = "".join(pieces)
-    if not is_whole:
-        yield Part(Kind.ARGUMENTS, "", raw)
-        return False
+def _value(source: Source, schema: object) -> Steps[bool]:
+    """Take JSON, or text where it is none, or where the schema wants that; it is known only when it has ended."""
+    start, end = (yield from _closing(source)) or (len(source.text), 0)
+    raw, tag = source.take(start), source.take(end - start)
     value = _OF_PYTHON.get(raw.strip(), raw.strip())
-    tag = source.take(source.text.index(">") + 1)
-    yield Part(Kind.ARGUMENTS, tag, value if _is_json(value) else _quoted(raw))
-    return True
+    if not tag:
+        value = raw if _begins_json(raw) else _quoted(raw)[:-1]
+    elif not _is_json(value) or _is_text_by(schema, json.loads(value)):
+        value = _quoted(raw)
+    if raw or tag:
+        yield Part(Kind.ARGUMENTS, raw + tag, value)
+    return bool(tag)
+
+
+def _closing(source: Source) -> Steps[tuple[int, int] | None]:
+    """Start and end of the tag that ends a value; None where none comes. It is the first one, unless that is in a
+    string of JSON that is whole before a later one.
+    """
+    first = None
+    found, read, searched = JsonObject(), 0, 0
+    found.push(_BEFORE)
+    while True:
+        if (tag := find_stop(_ENDS, source.text, searched)) is None:
+            if source.ended:
+                return first
+            searched = len(source.text)
+            yield None
+            continue
+        first = first or tag
+        found.push(source.text[read : tag[0]])
+        if not found.is_in_string:
+            return tag if _is_json(source.text[: tag[0]].strip()) else first
+        read = searched = tag[1]
+        found.push(source.text[tag[0] : read])
+        if found.is_broken:
+            return first
+
+
+def _is_text_by(schema: object, value: object) -> bool:
+    """Whether text is among the types of a schema, and that of a JSON value is not: 12 for text or null."""
+    types = _types(schema)
+    return "string" in types and types.isdisjoint(_TYPES[type(value)])
+
+
+def _types(schema: object) -> set[str]:
+    """Those that a schema names, in its alternatives too; none where these may have others."""
+    if not isinstance(schema, Mapping):
+        return set()
+    named = schema.get("type")
+    if named is None:
+        choices = schema.get("anyOf", schema.get("oneOf"))
+        each = [_types(choice) for choice in choices] if isinstance(choices, list) else []
+        return set().union(*each) if all(each) else set()
+    return {one for one in (named if isinstance(named, list) else [named]) if isinstance(one, str)}
 
 
 def _is_json(text: str) -> bool:
@@ -93,6 +142,12 @@ def _is_json(text: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
+
+
+def _begins_json(text: str) -> bool:
+    found = JsonObject()
+    found.push(_BEFORE + text)
+    return not found.is_done and not found.is_broken
 
 
 def _refuse(name: str) -> NoReturn:

@@ -28,6 +28,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     _head_timer: asyncio.TimerHandle | None = None
     _read_timer: asyncio.TimerHandle | None = None
+    _unread_bytes = 0  # when the timer was set
     _open: Sequence[RequestResponseCycle] = ()  # those whose responses are not complete; several in a row
     _on_resumed: Callable[[], None] | None = None
     _outside_bytes = 0  # that came since the last bytes of a body, or end of a head or message
@@ -110,17 +111,30 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_timer = self.loop.call_later(self.timeout_keep_alive, self._end_idle)
 
     def _end_idle(self) -> None:
-        if self.cycle is None or self.cycle.response_complete:
+        if self.flow.write_paused:  # an answer that is complete may take long to be read
+            self._await_head()
+        elif self.cycle is None or self.cycle.response_complete:
             self.transport.abort()
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._await_reader()
+
+    def _await_reader(self) -> None:
         _cancel(self._read_timer)
-        self._read_timer = self.loop.call_later(self.timeout_keep_alive, self.transport.abort)
+        self._unread_bytes = self.transport.get_write_buffer_size()  # nothing is added while writing is paused
+        self._read_timer = self.loop.call_later(self.timeout_keep_alive, self._end_unread)
+
+    def _end_unread(self) -> None:
+        if self.transport.get_write_buffer_size() < self._unread_bytes:
+            self._await_reader()
+        else:
+            self.transport.abort()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         _cancel(self._read_timer)
+        self._await_head()  # what is left has its time, too
         resumed, self._on_resumed = self._on_resumed, None
         if resumed is not None:
             resumed()

@@ -93,6 +93,9 @@ def test_values_of_qwen3_coder(tokens: Any) -> None:
         assert tokens(grammar, coder(*taken))
     for bad in ((), ("unit", "F"), ("unit", "C", "text", "a"), ("unit", "C", "list", '["a"]')):
         assert not tokens(grammar, coder(*bad))
+    within = coder("text", "a", "unit", "C").replace("a\n</parameter>", "a</parameter>")
+    assert tokens(grammar, within)  # the first tag ends a text
+    assert not tokens(grammar, within.replace("a</parameter>", "a</parameter> b\n</parameter>"))
 
 
 def test_blanks_have_an_end(tokens: Any) -> None:
@@ -112,6 +115,7 @@ def test_blanks_have_an_end(tokens: Any) -> None:
         ("qwen3_coder", {"properties": {"a<": {}}}, "parameters.a< cannot be forced: a parameter's name"),
         ("qwen3_coder", {"properties": {}, "required": ["a"]}, "requires 'a', which is not among its"),
         ("qwen3_coder", {"properties": {"a": {"type": "string", "enum": [1]}}}, "an enum that is no list of str"),
+        ("qwen3_coder", {"properties": {"a": {"type": "string", "enum": ["b</parameter>"]}}}, "ends a parameter"),
     ],
 )
 def test_what_cannot_be_forced(parser: str, schema: Any, message: str) -> None:

@@ -128,6 +128,10 @@ def test_llama(text: str, told: Told) -> None:
         (coder("units", "C", "x", "True"), [CALL[0], ("arguments", '{"units": "C", "x": true}')]),
         (coder("x", '[1, {"a": null}]'), [CALL[0], ("arguments", '{"x": [1, {"a": null}]}')]),
         (coder("x", "NaN"), [CALL[0], ("arguments", '{"x": "NaN"}')]),
+        (coder("x", '["</parameter>", 1]'), [CALL[0], ("arguments", '{"x": ["</parameter>", 1]}')]),
+        (coder("x", '"a</parameter>\\""'), [CALL[0], ("arguments", '{"x": "a</parameter>\\""}')]),
+        (coder("x", '"a', "y", '"'), [CALL[0], ("arguments", '{"x": "\\"a", "y": "\\""}')]),
+        (coder("x", '"a').replace("a\n", "a"), [CALL[0], ("arguments", '{"x": "\\"a"}')]),
         (coder(), [CALL[0], ("arguments", "{}")]),
         ("<function=>", [("content", "<function=>")]),
         ("<tool_call>\n<functio", [("content", "<tool_call>\n<functio")]),
@@ -137,6 +141,10 @@ def test_llama(text: str, told: Told) -> None:
             CODER[: CODER.index("3") + 1],
             [CALL[0], ("arguments", '{"city": "Oslo", "days": 3')],
         ),
+        (coder("x", '"Os').partition("\n</p")[0], [CALL[0], ("arguments", '{"x": "Os')]),
+        (coder("x", "[1, Oslo").partition("\n</p")[0], [CALL[0], ("arguments", '{"x": "[1, Oslo')]),
+        (coder("x", "[1, 2").partition("\n</p")[0], [CALL[0], ("arguments", '{"x": [1, 2')]),
+        (coder("x", "1}").partition("\n</p")[0], [CALL[0], ("arguments", '{"x": "1}')]),
         (
             CODER.replace("<parameter=days>", "days"),
             [
@@ -149,6 +157,28 @@ def test_llama(text: str, told: Told) -> None:
 )
 def test_qwen3_coder(text: str, told: Told) -> None:
     assert in_all_cuts(text, "qwen3_coder", None) == told
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "expected"),
+    [
+        ({"type": ["string", "null"]}, "12", '"12"'),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "12", '"12"'),
+        ({"oneOf": [{"type": "null"}, {"anyOf": [{"type": "string"}]}]}, "True", '"True"'),
+        ({"type": ["string", "null"]}, "None", "null"),
+        ({"type": ["string", "null"]}, '"12"', '"12"'),
+        ({"type": ["string", "integer"]}, "12", "12"),
+        ({"type": ["string", "array"]}, '{"a": 1}', '"{\\"a\\": 1}"'),
+        ({"anyOf": [{"type": "string"}, {"enum": [12]}]}, "12", "12"),
+        ({"type": "integer"}, "true", "true"),
+        ({"anyOf": 5}, "12", "12"),
+        ({"type": [["string"]]}, "12", "12"),
+    ],
+)
+def test_values_where_text_is_among_the_types(schema: Any, value: str, expected: str) -> None:
+    tools = Tools({"weather": {"properties": {"x": schema}}})
+    told = in_all_cuts(coder("x", value), "qwen3_coder", None, tools=tools)
+    assert told == [CALL[0], ("arguments", f'{{"x": {expected}}}')]
 
 
 @pytest.mark.parametrize(
@@ -281,7 +311,7 @@ def test_any_text_in_any_pieces(
     if tools is not TOOLS:
         assert kinds.count("name") <= (tools is ONE)
     for kind, written in told:
-        if kind == "arguments" and parsers[0] != "qwen3_coder":  # which writes values that are cut as they are
+        if kind == "arguments":
             found = JsonObject()
             assert found.push(written) == len(written)
             assert not found.is_done or isinstance(json.loads(written), dict)

@@ -255,6 +255,26 @@ def test_a_client_that_does_not_read(path: str, body: Any, serving: Serving, run
     until(lambda: not runtime.has_work)
 
 
+@pytest.mark.parametrize("more", ["", "Connection: close\r\n"])
+def test_a_client_that_reads_slowly(more: str, serving: Serving, runtime: Runtime) -> None:
+    """It gets all of an answer that was complete long before."""
+    url = serving(Server(runtime, "built-in", limits=Limits(idle_seconds=1)), send_buffer=4096)
+    content = json.dumps({"prompt": "Oslo " * 60_000}).encode()
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.settimeout(10)
+        slow.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+        head = f"POST /tokenize HTTP/1.1\r\nHost: a\r\n{more}Content-Length: {len(content)}\r\n\r\n"
+        slow.sendall(head.encode() + content)
+        answer = b""
+        began = time.monotonic()
+        while not answer.endswith(b"]}"):
+            time.sleep(max(0.0, len(answer) / 100_000 - (time.monotonic() - began)))
+            answer += (piece := slow.recv(4096))
+            assert piece
+    assert time.monotonic() - began > 2
+
+
 def test_bodies_that_take_long_to_read_do_not_delay_streams(
     serving: Serving, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:

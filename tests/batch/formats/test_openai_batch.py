@@ -345,6 +345,10 @@ def test_tools_and_calls_are_for_the_template() -> None:
     messages = [{"role": "assistant", "content": None, "tool_calls": [as_object]}, called[1]]
     assert record.prompt == Chat(messages, TOOLS, {"enable_thinking": False})
     assert refused(line(COMPLETIONS, tools=TOOLS)).message.startswith("tools is [")
+    for choice, shown in (("auto", TOOLS), ("none", [])):
+        chat = parse(line(messages=called, tools=TOOLS, tool_choice=choice)).prompt
+        assert isinstance(chat, Chat)
+        assert chat.tools == shown
 
 
 def test_a_message_that_goes_on() -> None:
