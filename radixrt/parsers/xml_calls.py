@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import regex
 
+from radixrt.checks import refuse_constant
 from radixrt.parsers.source import Kind, Part, Source, Steps, Tools, content, match_next, skip_next, text_until
 
 _HEAD = regex.compile(r"(?:<tool_call>\s{0,32})?<function=([^<>\s]{1,256})>")  # the outer tag is often left out
@@ -89,14 +90,10 @@ def _value(source: Source) -> Steps[bool]:
 
 def _is_json(text: str) -> bool:
     try:
-        json.loads(text, parse_constant=_refuse)
+        json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         return False
     return True
-
-
-def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
 
 
 def _quoted(text: str) -> str:
