@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.elementwise_cases import KERNEL_DTYPES, assert_same, random
+from tests.support.elementwise_cases import KERNEL_DTYPES, assert_same
+from tests.support.random_tensors import random
 from tests.support.recurrent_cases import DeltaInputs, expected_conv, state_rows
 from triton_ops.recurrent.causal_conv import causal_conv
 from triton_ops.recurrent.gated_delta import gated_delta
