@@ -14,7 +14,7 @@ from transformers.models.granitemoehybrid.modeling_granitemoehybrid import (
 )
 
 from tests.support.elementwise_cases import DTYPES, KERNEL_DTYPES
-from tests.support.recurrent_cases import StateSpaceInputs, state_rows
+from tests.support.recurrent_cases import StateSpaceInputs, assert_close, state_rows
 from tests.support.row_bits import ROWS, differing_counts, threads
 from triton_ops.implementation import Impl
 from triton_ops.recurrent.rows import StateRows
@@ -35,13 +35,6 @@ HEADS_AND_DIMS = [
 ]
 
 
-def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
-    """To `tolerance` times the greatest element of each head."""
-    if expected.numel():
-        greatest = expected.abs().amax((0, 2) if expected.dim() == 3 else (2, 3), keepdim=True)
-        assert ((actual.double() - expected).abs() / greatest).max() < tolerance
-
-
 def check(
     inputs: StateSpaceInputs, rows: StateRows, tolerance: float, state_tolerance: float, impl: Impl = "triton"
 ) -> Tensor:
@@ -54,11 +47,7 @@ def check(
     assert (out.dtype, out.shape) == (inputs.x.dtype, inputs.x.shape)
     for start, length, _, _ in rows.tolist():
         assert_close(out[start : start + length], expected[start : start + length], tolerance)
-    left = torch.zeros(len(states), dtype=torch.bool, device=states.device)
-    left[rows.write_to[rows.lens > 0].long()] = True
-    left[0] = False
-    assert_close(actual.states[left], states[left], state_tolerance)
-    assert torch.equal(actual.states[~left].nan_to_num(), inputs.states[~left].nan_to_num())
+    actual.check_states(inputs, states, rows, state_tolerance)
     return out
 
 
