@@ -7,7 +7,6 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from types import TracebackType
 
 from radixrt.files.disk import DISK
 
@@ -48,9 +47,7 @@ class AtomicFile:
     def __enter__(self) -> AtomicFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._fd >= 0:
             self.partial.unlink(missing_ok=True)
             self._close()
