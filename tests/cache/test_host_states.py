@@ -32,12 +32,9 @@ from tests.support.checkpoints import qwen3_5, write
 from tests.support.tiers import cut_short_once, prompts_of_six_heads, run, tokens
 from tests.support.world.world import Sizes, World
 
+pytestmark = pytest.mark.usefixtures("quiet")
+
 HERE = DEFAULT_NAMESPACE
-
-
-@pytest.fixture(autouse=True)
-def quiet(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL, logger="radixrt.engine.engine")
 
 
 # -- which leave ---------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,8 @@ from tests.support.tiers import cut_short_once, prompts_of_six_heads, run, token
 from tests.support.world.model import histories
 from tests.support.world.world import Sizes, World
 
+pytestmark = pytest.mark.usefixtures("quiet")
+
 HERE = Namespace()
 
 
@@ -31,11 +32,6 @@ def ids(*values: int) -> np.ndarray:
 
 
 # -- told examples in the simulation -----------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def quiet(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL, logger="radixrt.engine.engine")
 
 
 def world(num_slots: int = 21, host_slots: int = 100, chunk: int = 16) -> World:
