@@ -26,13 +26,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # of the
 STEP = {torch.float64: 1e-12, torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 # In float32 sums of log decays reach hundreds in a chunk, and are rounded.
 CHUNKS = {torch.float64: 1e-12, torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-HEADS_AND_DIMS = [
-    ((1, 4), (128, 64)),
-    ((2, 4), (64, 80)),
-    ((2, 2), (16, 16)),
-    ((2, 6), (40, 72)),
-    ((1, 1), (256, 32)),
-]
 
 
 def check(
