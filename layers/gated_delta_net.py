@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from layers.input_metadata import InputMetadata
 from layers.linear import StackedLinear, SummedLinear
 from layers.norm import RMSNorm
 from layers.place import Packed, Place
-from layers.placement import Layer, Placement
-from layers.radix_attention import KVCache
+from layers.placement import Placement
 from layers.ranks import Addend
+from layers.recurrent import RecurrentLayer
 from memory_pool.state_pool import StateView
+from triton_ops.activations.quantised_rows import QuantisedRows
 from triton_ops.recurrent.causal_conv import causal_conv
 from triton_ops.recurrent.gated_delta import gated_delta
 from triton_ops.recurrent.gated_rms_norm import gated_rms_norm
@@ -54,7 +54,7 @@ class DeltaSizes:
         return sum(self.parts)
 
 
-class GatedDeltaNet(Layer):
+class GatedDeltaNet(RecurrentLayer):
     """Projections, convolution, delta rule, gated norm and output of one layer: Yang, Kautz and Hatamizadeh, Gated
     Delta Networks (2024), arXiv 2412.06464, as in Qwen3-Next.
 
@@ -84,19 +84,9 @@ class GatedDeltaNet(Layer):
         """As `Linear.input_groups`: its projections need not take the same numbers."""
         return None
 
-    def forward(
-        self, hidden: Tensor, metadata: InputMetadata, kv_pool: KVCache, *, split_k_ok: bool = False
+    def mixed(
+        self, hidden: Tensor | QuantisedRows, rows: StateRows, states: StateView, *, split_k_ok: bool = False
     ) -> Addend:
-        """`hidden [T, hidden_size]` to the same shape, or to parts if they are allowed: see `Linear.forward`. The
-        states that the pass's rows leave are written to the pool.
-        """
-        rows, pool = metadata.states, kv_pool.states
-        assert rows is not None
-        assert pool is not None
-        return self.mixed(hidden, rows, pool.view(self.layer_id), split_k_ok=split_k_ok)
-
-    def mixed(self, hidden: Tensor, rows: StateRows, states: StateView, *, split_k_ok: bool = False) -> Addend:
-        """`forward`, of rows and this layer's part of a pool."""
         sizes = self.sizes
         qkv, z = torch.split(self.qkvz(hidden), [sizes.channels, sizes.values], dim=1)
         b, a = self.ba(hidden).chunk(2, dim=1)

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from layers.input_metadata import InputMetadata
 from layers.linear import StackedLinear, SummedLinear
 from layers.norm import GatedRMSNorm
 from layers.place import Packed, Place
-from layers.placement import Layer, Placement
-from layers.radix_attention import KVCache
+from layers.placement import Placement
 from layers.ranks import Addend
+from layers.recurrent import RecurrentLayer
 from memory_pool.state_pool import StateView
 from triton_ops.activations.quantised_rows import QuantisedRows
 from triton_ops.recurrent.causal_conv import causal_conv
@@ -56,7 +55,7 @@ class Mamba2Sizes:
         return sum(self.parts)
 
 
-class Mamba2(Layer):
+class Mamba2(RecurrentLayer):
     """Projection, convolution, state space, gated norm and output of one layer: Dao and Gu, Transformers are SSMs
     (2024), arXiv 2405.21060, as in Granite 4 and Nemotron-H.
 
@@ -101,26 +100,9 @@ class Mamba2(Layer):
         """As `Linear.input_groups`."""
         return self.input.input_groups
 
-    def forward(
-        self,
-        hidden: Tensor | QuantisedRows,
-        metadata: InputMetadata,
-        kv_pool: KVCache,
-        *,
-        split_k_ok: bool = False,
-    ) -> Addend:
-        """`hidden [T, hidden_size]` to the same shape, or to parts if they are allowed: see `Linear.forward`. The
-        states that the pass's rows leave are written to the pool.
-        """
-        rows, pool = metadata.states, kv_pool.states
-        assert rows is not None
-        assert pool is not None
-        return self.mixed(hidden, rows, pool.view(self.layer_id), split_k_ok=split_k_ok)
-
     def mixed(
         self, hidden: Tensor | QuantisedRows, rows: StateRows, states: StateView, *, split_k_ok: bool = False
     ) -> Addend:
-        """`forward`, of rows and this layer's part of a pool."""
         sizes = self.sizes
         z, xbc, dt = torch.split(self.input(hidden), [sizes.values, sizes.channels, sizes.num_heads], dim=1)
         mixed = causal_conv(xbc, self.conv, self.conv_bias, states.conv, rows, impl=self.impl)

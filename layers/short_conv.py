@@ -8,19 +8,18 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from layers.input_metadata import InputMetadata
 from layers.linear import StackedLinear, SummedLinear
 from layers.place import Place
-from layers.placement import Layer, Placement
-from layers.radix_attention import KVCache
+from layers.placement import Placement
 from layers.ranks import Addend
+from layers.recurrent import RecurrentLayer
 from memory_pool.state_pool import StateView
 from triton_ops.activations.quantised_rows import QuantisedRows
 from triton_ops.recurrent.causal_conv import causal_conv
 from triton_ops.recurrent.rows import StateRows
 
 
-class ShortConv(Layer):
+class ShortConv(RecurrentLayer):
     """`output(c * conv(b * x))`, where b, c and x `[T, channels]` are projections of the layer's input: LFM2
     (Liquid AI, 2025). What it keeps of a sequence are the last inputs of the convolution, `b * x`.
 
@@ -44,26 +43,9 @@ class ShortConv(Layer):
         """As `Linear.input_groups`."""
         return self.bcx.input_groups
 
-    def forward(
-        self,
-        hidden: Tensor | QuantisedRows,
-        metadata: InputMetadata,
-        kv_pool: KVCache,
-        *,
-        split_k_ok: bool = False,
-    ) -> Addend:
-        """`hidden [T, hidden_size]` to the same shape, or to parts if they are allowed: see `Linear.forward`. The
-        states that the pass's rows leave are written to the pool.
-        """
-        rows, pool = metadata.states, kv_pool.states
-        assert rows is not None
-        assert pool is not None
-        return self.mixed(hidden, rows, pool.view(self.layer_id), split_k_ok=split_k_ok)
-
     def mixed(
         self, hidden: Tensor | QuantisedRows, rows: StateRows, states: StateView, *, split_k_ok: bool = False
     ) -> Addend:
-        """`forward`, of rows and this layer's part of a pool."""
         b, c, x = self.bcx(hidden).chunk(3, dim=1)
         mixed = causal_conv(x, self.conv, self.conv_bias, states.conv, rows, gates=(b, c), impl=self.impl)
         out: Addend = self.output(mixed, split_k_ok=split_k_ok)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, get_args
 
-from radixrt.checks import short
+from radixrt.checks import object_of, refuse_constant, short
 from radixrt.errors import ParameterError
 
 FormEngine = Literal["auto", "llguidance", "xgrammar"]
@@ -49,7 +49,7 @@ def schema_text(name: str, value: object) -> str:
     if isinstance(value, str):
         _check_length(name, value)
         try:
-            schema = json.loads(value, parse_constant=_refuse_constant, object_pairs_hook=_object)
+            schema = json.loads(value, parse_constant=refuse_constant, object_pairs_hook=object_of)
         except RecursionError:
             raise ParameterError(f"{name} nests more than {MAX_SCHEMA_DEPTH} deep") from None
         except ValueError as error:
@@ -190,18 +190,6 @@ def _check_length(name: str, text: str) -> str:
     if len(text) > MAX_FORM_LENGTH:
         raise ParameterError(f"{name} has {len(text):,} characters; at most {MAX_FORM_LENGTH:,} are taken")
     return text
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"key {short(repr(max(keys, key=keys.count)))} appears twice")
-    return value
 
 
 def _refuse(value: object) -> NoReturn:

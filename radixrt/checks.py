@@ -1,12 +1,13 @@
-"""Checks of parameters. Errors name the parameter, its value and the bound."""
+"""Checks of parameters and of JSON. Errors name the parameter, its value and the bound."""
 
 # Tests: tests/test_sampling_params.py
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from numbers import Integral, Real
-from typing import TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from radixrt.errors import ParameterError, PromptError
 
@@ -62,6 +63,20 @@ def check_prompt(name: str, value: object) -> str | list[int]:
             raise PromptError(f"{name}[{position}] is {kind(token)}; it must be a token id")
         if not 0 <= token <= _MAX_TOKEN_ID:
             raise PromptError(f"{name}[{position}] is {short(str(token))}; that is no token id")
+    return value
+
+
+def refuse_constant(name: str) -> NoReturn:
+    """In place of what json takes for numbers, such as NaN. Raises ValueError."""
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises ValueError where a key appears twice."""
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"key {short(repr(key))} appears twice")
     return value
 
 

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from radixrt.arrays import Int32Array
 from radixrt.limits import RunLimits
-from radixrt.planning.batch_plan import plan_batch
+from radixrt.planning.batch_plan import BatchPlan, plan_batch
 from radixrt.planning.cache_model import model_run
 from radixrt.planning.demands import Demands
 from radixrt.planning.rehearsal import rehearse
@@ -142,6 +142,13 @@ LISTS: dict[str, Callable[[], list[WorkloadPrompt]]] = {
 }
 
 
+def plan_of(prompts: Sequence[WorkloadPrompt]) -> BatchPlan:
+    """The plan of a list."""
+    new_tokens = np.array([prompt.max_new_tokens for prompt in prompts], dtype=np.int64)
+    store = TokenStore.of([prompt.prompt_ids for prompt in prompts])
+    return plan_batch(store, Demands.of(store.lengths, new_tokens))
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Hit rates of one list within some limits, 0 to 1: by the real scheduler, and by the model."""
@@ -157,17 +164,15 @@ class Comparison:
 def compare(name: str) -> Iterator[Comparison]:
     """A list in both orders, with a pool of twice the longest request at all budgets, and with larger pools."""
     prompts = LISTS[name]()
-    store = TokenStore.of([prompt.prompt_ids for prompt in prompts])
-    demands = Demands.of(store.lengths, np.array([prompt.max_new_tokens for prompt in prompts]))
-    plan = plan_batch(store, demands)
+    plan = plan_of(prompts)
     smallest, distinct = 2 * plan.longest_request, plan.statistics.distinct_tokens
     limits = [RunLimits(smallest, chunked_prefill_size=budget) for budget in BUDGETS]
     limits += [RunLimits(distinct // part) for part in (8, 4, 2) if distinct // part > smallest]
     for limit in limits:
         rates = []
         for order, keep in ((plan.run.order, plan.keep), (np.arange(len(prompts)), None)):
-            rates.append(rehearse(store, order, demands, limit, keep).hit_rate)
-            rates.append(model_run(plan.order, plan.tree, demands, order, limit, keep).hit_rate)
+            rates.append(rehearse(plan.store, order, plan.demands, limit, keep).hit_rate)
+            rates.append(model_run(plan.order, plan.tree, plan.demands, order, limit, keep).hit_rate)
         yield Comparison(limit, plan.statistics.best_hit_rate, *rates)
 
 

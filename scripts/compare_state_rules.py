@@ -17,14 +17,12 @@ from rich.table import Table
 from tqdm import tqdm
 
 from radixrt.limits import RunLimits
-from radixrt.planning.batch_plan import BatchPlan, plan_batch
-from radixrt.planning.demands import Demands
+from radixrt.planning.batch_plan import BatchPlan
 from radixrt.planning.rehearsal import rehearse
-from radixrt.planning.token_store import TokenStore
 from radixrt.schedule.policy import SchedulePolicy
 from radixrt.workloads import lists
 from radixrt.workloads.lists import WorkloadPrompt
-from scripts.bench_batch_plan import random_tree
+from scripts.bench_batch_plan import plan_of, random_tree
 from scripts.state_bound import most_found
 from scripts.state_rules import Blocks, Branches, EveryBlock, RequestEnds, Rule, simulate
 
@@ -71,13 +69,6 @@ class HitRates:
     setting: Setting
     best: float
     rates: dict[str, float]
-
-
-def plan_of(prompts: Sequence[WorkloadPrompt]) -> BatchPlan:
-    """The plan of a list."""
-    new_tokens = np.array([prompt.max_new_tokens for prompt in prompts], dtype=np.int64)
-    store = TokenStore.of([prompt.prompt_ids for prompt in prompts])
-    return plan_batch(store, Demands.of(store.lengths, new_tokens))
 
 
 def limits_of(plan: BatchPlan, setting: Setting, running: int, chunk: int) -> RunLimits:

@@ -56,9 +56,7 @@ LISTS: dict[str, Callable[[], Any]] = {
 }
 
 
-def simulated(
-    pieces: Pieces, num_replicas: int, factors: Any = None, *, fails: Callable[[int, int], bool] | None = None
-) -> tuple[float, list[int], Any]:
+def simulated(pieces: Pieces, num_replicas: int, factors: Any = None) -> tuple[float, list[int], Any]:
     """Run pieces one after the other on each replica. Returns the seconds of all, the pieces at which replicas
     began anew, and what each piece took.
     """

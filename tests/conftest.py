@@ -9,6 +9,7 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -59,6 +60,12 @@ def kernel_device(request: pytest.FixtureRequest) -> torch.device:
         return torch.device("cuda")
     require_interpreter()
     return torch.device("cpu")
+
+
+@pytest.fixture
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    """Failed passes are logged with their traces; here they are made on purpose, by the thousand."""
+    caplog.set_level(logging.CRITICAL, logger="radixrt.engine.engine")
 
 
 @pytest.hookimpl(tryfirst=True)

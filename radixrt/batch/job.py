@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from radixrt.batch.error_limit import ErrorLimit
@@ -20,11 +19,10 @@ from radixrt.batch.formats.source import BadLine, read_lines
 from radixrt.batch.journal.journal import Kept
 from radixrt.batch.journal.manifest import CUTS, Manifest
 from radixrt.batch.journal.run_folder import RunFolder, aside_path, has_run, run_path
-from radixrt.batch.journal.sinks import JournalSink, Sink, StreamSink
 from radixrt.batch.journal.standard_output import StandardOutput
 from radixrt.batch.meter import reading_bar
 from radixrt.batch.options import BatchConfig, BatchOptions
-from radixrt.batch.record_writer import RecordCounts, RecordWriter
+from radixrt.batch.record_writer import RecordCounts, RecordWriter, Sink
 from radixrt.batch.run import AnyRuntime, BatchRun, R, batch_report, plan_of
 from radixrt.batch.scan import Check, Scan, parameters_as_json, scan_lines
 from radixrt.batch.tally import Tally
@@ -151,10 +149,8 @@ class Batch:
             self._opened = opened.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._opened.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._opened.__exit__(*error)
 
     def scan(
         self,
@@ -323,7 +319,7 @@ class ScannedBatch:
         batch = self._batch
         if batch.folder is None:
             with StandardOutput(batch.scratch, len(self.lines)) as output:
-                yield StreamSink(output)
+                yield output
             return
         settings: dict[str, Any] = {"seed": seed, CUTS: self.lines.cuts_hash}
         if batch.options.strict_form:
@@ -337,8 +333,8 @@ class ScannedBatch:
             settings=settings,
         )
         options = batch.options
-        yield JournalSink(
-            batch.folder.begin(manifest, replace=options.overwrite, restart=options.restart, found=counts.add_kept)
+        yield batch.folder.begin(
+            manifest, replace=options.overwrite, restart=options.restart, found=counts.add_kept
         )
 
     def _report(

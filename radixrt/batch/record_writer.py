@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from typing import Protocol
 
 import numpy as np
 
@@ -15,13 +16,33 @@ from radixrt.batch.error_limit import ErrorLimit
 from radixrt.batch.formats.line_format import error_line, output_line, record_error, record_tally
 from radixrt.batch.formats.openai_batch import ChatReader
 from radixrt.batch.formats.record import FORM_ENGINE, LineError, LineErrorType, Reply
-from radixrt.batch.journal.sinks import Sink
 from radixrt.batch.scan import Scan
 from radixrt.batch.tally import ERROR_RECORD, Tally
 from radixrt.output import FinishReason, RequestOutput
 from radixrt.text.token_spelling import TokenSpelling
 
 _log = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """Takes records by position: a `Journal`, or `StandardOutput`."""
+
+    @property
+    def finished(self) -> BoolArray:
+        """Positions with a record, `[N]`."""
+
+    @property
+    def durable(self) -> int:
+        """Records that will not be lost."""
+
+    def append(self, position: int, line: bytes) -> None:
+        """Take a record, with its newline."""
+
+    def sync_if_due(self) -> None:
+        """`sync`, if there is much to lose or it has waited long."""
+
+    def sync(self) -> None:
+        """Make all records durable."""
 
 
 class RecordCounts:
@@ -143,12 +164,12 @@ class RecordWriter:
 
     def end_pass(self) -> None:
         """Tell the sink that a pass has ended."""
-        self._sink.end_pass()
+        self._sink.sync_if_due()
 
     def sync(self) -> None:
         """Make all records durable."""
         self._sink.sync()
 
     def _put(self, position: int, record: bytes) -> None:
-        self._sink.put(position, record)
+        self._sink.append(position, record)
         self._missing -= 1

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
@@ -202,12 +201,10 @@ class _Writer:
     def __enter__(self) -> _Writer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with suppress(OSError):  # after an error the buffered rest is not needed
             self._file.close()
-        self._tokens.__exit__(kind, error, trace)
+        self._tokens.__exit__(*error)
 
     def add(self, line: int, text: bytes | BadLine, parser: LineParser) -> None:
         """Add a line to the block."""

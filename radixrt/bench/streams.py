@@ -63,11 +63,6 @@ class Figures:
     seconds: float = 0.0
 
     @property
-    def median_chunk(self) -> float:
-        """The greatest median of a stream's chunks, in tokens."""
-        return max(statistics.median(sizes) for sizes in self.chunks)
-
-    @property
     def num_chunks(self) -> float:
         """Chunks a stream; median."""
         return statistics.median(map(len, self.chunks))

@@ -16,12 +16,13 @@ from layers.placement import Placement
 from layers.products import ProductTable, compare_products, same_bits
 from layers.radix_attention import RadixAttention
 from layers.ranks import whole
+from layers.recurrent import RecurrentLayer
 from layers.vocabulary import LogitsHead
 from memory_pool.state_pool import StatePool
 from radixrt.errors import ModelError
 from radixrt.execution.graphs import MAX_CAPTURED_BATCH, ladder
 from radixrt.limits import PassLimits
-from radixrt.models.decoder import Decoder, Recurrent
+from radixrt.models.decoder import Decoder
 from triton_ops.attention.extend import Extends
 from triton_ops.attention.ordered import SUPERBLOCK, ordered_decode, ordered_extend
 from triton_ops.attention.plan import AttentionPlan
@@ -152,11 +153,11 @@ def _check_attention(decoder: Decoder, layer: RadixAttention) -> None:
         raise ValueError(f"the bits of attention in {placement.dtype} on {device} depend on how it is cut")
 
 
-def _recurrent_layers(decoder: Decoder) -> list[Recurrent]:
-    return [layer for layer in decoder.modules() if isinstance(layer, Recurrent)]
+def _recurrent_layers(decoder: Decoder) -> list[RecurrentLayer]:
+    return [layer for layer in decoder.modules() if isinstance(layer, RecurrentLayer)]
 
 
-def _check_states(decoder: Decoder, layer: Recurrent) -> None:
+def _check_states(decoder: Decoder, layer: RecurrentLayer) -> None:
     """Raise ValueError unless a sequence has the same bits, and leaves the same state, in one extend, and in two
     and a step, alone and beside another one.
     """

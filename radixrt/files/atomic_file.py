@@ -5,10 +5,8 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 from pathlib import Path
-from types import TracebackType
 
 from radixrt.files.disk import DISK
 
@@ -49,34 +47,26 @@ class AtomicFile:
     def __enter__(self) -> AtomicFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._fd >= 0:
             self.partial.unlink(missing_ok=True)
             self._close()
 
     def write(self, data: memoryview | bytes) -> None:
         """Append all of `data`."""
-        rest = memoryview(data)
-        while len(rest):
-            rest = rest[os.write(self._fd, rest) :]
+        DISK.write_all(self._fd, data)
 
     def finish(self) -> None:
         """Make the file durable, then give it its name, then make that durable."""
         os.fsync(self._fd)
         os.replace(self.partial, self.path)
         self._close()
-        folder = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        DISK.fsync_folder(self.path.parent)
 
     def _lock(self) -> None:
         """Become the only writer; the lock ends with the process."""
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            DISK.flock(self._fd)
             # Since it was opened, another process may have finished this very file.
             is_ours = os.path.samestat(os.fstat(self._fd), os.stat(self.partial))
         except (BlockingIOError, FileNotFoundError):

@@ -147,7 +147,7 @@ class Disk:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def write_all(self, fd: int, data: bytes) -> None:
+    def write_all(self, fd: int, data: bytes | memoryview) -> None:
         """Write all of `data`, in one call unless the system takes only a part."""
         count = self.write(fd, data)
         if count == len(data):

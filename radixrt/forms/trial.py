@@ -18,6 +18,7 @@ from typing import Any
 from radixrt.errors import FormError
 from radixrt.forms import form_process
 from radixrt.forms.vocabulary import Vocabulary
+from radixrt.workers.process import stopped
 
 MAX_SECONDS = 10.0  # of one form
 MAX_START_SECONDS = 120.0  # to import an engine and to read a tokenizer, on a busy machine
@@ -101,7 +102,7 @@ class Trials:
         except OSError as error:
             raise FormError(f"the process that tries forms cannot be started: {error}") from error
         self._process, self._owner, self._loaded = process, os.getpid(), set()
-        weakref.finalize(self, _stop, process, self._owner, 0)
+        weakref.finalize(self, stopped, process, self._owner, 0)
         self._checked_start(process, self._vocabulary.as_json(), "the tokenizer")
         return process
 
@@ -136,20 +137,4 @@ class Trials:
     def _end(self, process: subprocess.Popen[bytes], wait: float) -> int | None:
         """End the process; how it has ended by itself, or None."""
         self._process = None
-        return _stop(process, self._owner, wait)
-
-
-def _stop(process: subprocess.Popen[bytes], owner: int, wait: float) -> int | None:
-    if owner != os.getpid():  # a fork of its owner
-        return None
-    status: int | None = None
-    try:
-        status = process.wait(wait)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    for pipe in (process.stdin, process.stdout):
-        with suppress(OSError):  # what was not read any more
-            assert pipe is not None
-            pipe.close()
-    return status
+        return stopped(process, self._owner, wait)

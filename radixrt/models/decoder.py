@@ -16,17 +16,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from layers.gated_delta_net import GatedDeltaNet
 from layers.input_metadata import InputMetadata
 from layers.linear import StackedLinear, SummedLinear
-from layers.mamba2 import Mamba2
 from layers.moe import EXPERT_NAMES, SparseMoE
 from layers.norm import JointRMSNorm, RMSNorm
 from layers.place import Place
 from layers.placement import Layer, Placement
 from layers.radix_attention import KVCache, RadixAttention
 from layers.ranks import Addend, whole
-from layers.short_conv import ShortConv
+from layers.recurrent import RecurrentLayer
 from layers.squared_relu import SquaredReLU
 from layers.vocabulary import Embedding, LogitsHead
 from layers.weight import Weight
@@ -156,10 +154,7 @@ class Attention(nn.Module):
             yield f"{name}.sinks", self.sinks
 
 
-Recurrent = GatedDeltaNet | Mamba2 | ShortConv
-"""What layers that keep states have in the place of attention."""
-
-Mixer = Attention | Recurrent
+Mixer = Attention | RecurrentLayer
 """What mixes the tokens of a sequence."""
 
 
@@ -345,7 +340,7 @@ class Decoder(nn.Module):
     def build_attention(self, layer_id: int) -> Attention:
         return Attention(self.config, layer_id, self.rotary(layer_id), placement=self.placement)
 
-    def build_recurrent(self, layer_id: int) -> Recurrent:
+    def build_recurrent(self, layer_id: int) -> RecurrentLayer:
         """What is in the place of attention. A family that has such layers overrides this."""
         raise NotImplementedError
 

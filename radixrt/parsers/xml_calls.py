@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import regex
 
+from radixrt.checks import refuse_constant
 from radixrt.parsers.json_value import JsonObject
 from radixrt.parsers.source import Kind, Part, Source, Steps, Tools, content, match_next, skip_next, text_until
 from radixrt.text.builder import find_stop
@@ -138,7 +139,7 @@ def _types(schema: object) -> set[str]:
 
 def _is_json(text: str) -> bool:
     try:
-        json.loads(text, parse_constant=_refuse)
+        json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         return False
     return True
@@ -148,10 +149,6 @@ def _begins_json(text: str) -> bool:
     found = JsonObject()
     found.push(_BEFORE + text)
     return not found.is_done and not found.is_broken
-
-
-def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
 
 
 def _quoted(text: str) -> str:

@@ -49,10 +49,6 @@ class Shape:
     def stage_of(self, rank: int) -> int:
         return self.num_stages - 1 - rank // self.stage_size
 
-    def rank_of(self, stage: int, place: int) -> int:
-        """The rank that has this place in a stage."""
-        return (self.num_stages - 1 - stage) * self.stage_size + place
-
 
 @dataclass(frozen=True)
 class RankGroup:

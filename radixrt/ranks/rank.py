@@ -230,9 +230,6 @@ def assemble_rank(
         raise ParameterError(f"kv_dtype is 'fp8', which wants an even head_dim; it is {model_config.head_dim}")
     layout = decoder.kv_layout(kv_dtype)
     bytes_per_slot = _bytes_per_slot(layout)
-    share, wanted = config.share_of_memory(on_gpu=on_gpu), config.max_total_tokens
-    if not on_gpu:
-        share /= group.shape.size  # all ranks take of the same memory
     limits = _pass_limits(config, model_config, device, layout, share)
     limits = replace(limits, max_running_requests=group.least(limits.max_running_requests))
     captured = limits if captures else NO_PASSES
@@ -263,35 +260,15 @@ def assemble_rank(
     kv_pool = TokenToKVPool(slots, layout, num_states=num_states, device=device)
     if scales is not None:
         kv_pool.set_scales(scales)
-    host_pool = None
-    promised = 0 if on_gpu else slots * bytes_per_slot
-    host_sizes = host_pool_sizes(config.host_memory_gb, layout, promised=promised, num_ranks=group.shape.size)
-    host_slots, host_states = map(group.least, host_sizes)
-    if host_slots:
-        try:
-            host_pool = HostKVPool(host_slots, kv_pool, num_states=host_states)
-        except RuntimeError as error:
-            raise ParameterError(f"host_memory_gb is {config.host_memory_gb:g}: {error}") from error
-
+    host_pool = _host_pool(config, group, layout, kv_pool)
     runner = ModelRunner(decoder, rows, kv_pool, device, host_pool, captured=captured, tree=tree)
     graphs_began = time.perf_counter()
     with room_for_passes():
         runner.capture_graphs()
     seconds["graphs"] = time.perf_counter() - graphs_began
-    pool_bytes, captured_graphs = slots * bytes_per_slot, len(runner.executor.graphs)
-    _log.info("KV pool: %s tokens, %.2f GiB in %s", f"{slots - 1:,}", pool_bytes / 2**30, kv_dtype)
-    if num_states:
-        state_bytes = num_states * layout.bytes_per_state
-        _log.info("states: %s sequences, %.2f GiB", f"{num_states - 1:,}", state_bytes / 2**30)
-    if host_pool is not None:
-        _log_host(host_pool, layout)
-    if products:
-        replaced = sum(bool(table.ordered) for table in products)
-        told = "products: %d shapes compared in %.1f s; torch's are replaced at some sizes in %d of them"
-        _log.info(told, len(products), seconds["products"], replaced)
-    if captured_graphs:
-        _log.info("graphs: %d captured in %.1f s", captured_graphs, seconds["graphs"])
-    return RankParts(folder, decoder, whole_config, limits, rows, kv_pool, host_pool, runner, products, seconds)
+    parts = RankParts(folder, decoder, whole_config, limits, rows, kv_pool, host_pool, runner, products, seconds)
+    _log_made(parts, layout)
+    return parts
 
 
 def _bytes_per_slot(layout: KVLayout) -> int:
@@ -307,6 +284,41 @@ def _check_states(config: RuntimeConfig, device: torch.device, share: float, ske
         weights = sum(weight.numel() * weight.itemsize for weight in skeleton.parameters())
         layout = skeleton.kv_layout(skeleton.placement.dtype)
         pool_states(device, layout, config.pass_limits(on_gpu=device.type == "cuda"), share, promised=weights)
+
+
+def _host_pool(
+    config: RuntimeConfig, group: RankGroup, layout: KVLayout, kv_pool: TokenToKVPool
+) -> HostKVPool | None:
+    """The pool's second tier, if the host has memory for one. Raises ParameterError where it cannot be had."""
+    on_gpu = kv_pool.buffer.device.type == "cuda"
+    promised = 0 if on_gpu else (kv_pool.allocator.capacity + 1) * _bytes_per_slot(layout)
+    sizes = host_pool_sizes(config.host_memory_gb, layout, promised=promised, num_ranks=group.shape.size)
+    slots, states = map(group.least, sizes)
+    if not slots:
+        return None
+    try:
+        return HostKVPool(slots, kv_pool, num_states=states)
+    except RuntimeError as error:
+        raise ParameterError(f"host_memory_gb is {config.host_memory_gb:g}: {error}") from error
+
+
+def _log_made(parts: RankParts, layout: KVLayout) -> None:
+    kv_pool, products, seconds = parts.kv_pool, parts.products, parts.seconds
+    slots, states = kv_pool.allocator.capacity, kv_pool.states
+    pool_bytes = (slots + 1) * _bytes_per_slot(layout)
+    _log.info("KV pool: %s tokens, %.2f GiB in %s", f"{slots:,}", pool_bytes / 2**30, kv_pool.buffer.dtype)
+    if states is not None:
+        count = states.allocator.capacity
+        state_bytes = (count + 1) * layout.bytes_per_state
+        _log.info("states: %s sequences, %.2f GiB", f"{count:,}", state_bytes / 2**30)
+    if parts.host_pool is not None:
+        _log_host(parts.host_pool, layout)
+    if products:
+        replaced = sum(bool(table.ordered) for table in products)
+        told = "products: %d shapes compared in %.1f s; torch's are replaced at some sizes in %d of them"
+        _log.info(told, len(products), seconds["products"], replaced)
+    if graphs := len(parts.runner.executor.graphs):
+        _log.info("graphs: %d captured in %.1f s", graphs, seconds["graphs"])
 
 
 def _log_host(host_pool: HostKVPool, layout: KVLayout) -> None:

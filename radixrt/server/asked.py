@@ -91,9 +91,7 @@ def is_read_soon(given: Mapping[str, Any]) -> bool:
 
 def _streaming(given: dict[str, Any]) -> tuple[bool, bool, bool]:
     """Whether a body asks for a stream, for counts in a last chunk of it, and for counts in each."""
-    is_streamed, options = given.get("stream", False), given.get("stream_options", {})
-    if not isinstance(is_streamed, bool):
-        raise ParameterError(f"stream is {as_json(is_streamed)}; it must be true or false")
+    is_streamed, options = flag_of(given, "stream"), given.get("stream_options", {})
     if not isinstance(options, dict) or not options.keys() <= {*_STREAM_OPTIONS}:
         raise ParameterError(f"stream_options is {as_json(options)}; it may have {', '.join(_STREAM_OPTIONS)}")
     in_the_end, in_each = (options.get(name, False) for name in _STREAM_OPTIONS)
@@ -104,6 +102,13 @@ def _streaming(given: dict[str, Any]) -> tuple[bool, bool, bool]:
     if in_each and not in_the_end:
         raise ParameterError("continuous_usage_stats needs include_usage")
     return is_streamed, in_the_end, in_each
+
+
+def flag_of(given: dict[str, Any], name: str) -> bool:
+    """Whether a body has a flag, which may be left out. Raises ParameterError."""
+    if not isinstance(value := given.get(name, False), bool):
+        raise ParameterError(f"{name} is {as_json(value)}; it must be true or false")
+    return value
 
 
 def check_known(given: dict[str, Any], *names: str) -> None:
@@ -132,9 +137,7 @@ def model_of(given: dict[str, Any], limits: Limits) -> str:
 
 
 def _is_echoed(given: dict[str, Any], params: SamplingParams) -> bool:
-    echo = given.get("echo", False)
-    if not isinstance(echo, bool):
-        raise ParameterError(f"echo is {as_json(echo)}; it must be true or false")
+    echo = flag_of(given, "echo")
     if echo and (given.get("stream") or params.truncate_prompt_tokens is not None):
         raise ParameterError("echo goes neither with a stream nor with truncate_prompt_tokens; leave one out")
     if echo and (params.logprobs or 0) > _MAX_ECHOED:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from radixrt.checks import check_kind, check_prompt
-from radixrt.errors import ParameterError, PromptError
-from radixrt.frontend.openai import as_json, usage_fields
+from radixrt.errors import PromptError
+from radixrt.frontend.openai import usage_fields
 from radixrt.output import ScoreOutput, Usage
-from radixrt.server.asked import check_known, check_size, model_of
+from radixrt.server.asked import check_known, check_size, flag_of, model_of
 from radixrt.server.limits import Limits
 
 
@@ -44,7 +44,7 @@ def read_scores(given: dict[str, Any], limits: Limits) -> AskedScores:
     query: Any = check_prompt("query", given.get("query"))
     items = given.get("items")
     items = [items] if isinstance(items, str) else check_kind("items", items, list, "a string or a list")
-    item_first, is_softmax = (_flag(given, name) for name in ("item_first", "apply_softmax"))
+    item_first, is_softmax = (flag_of(given, name) for name in ("item_first", "apply_softmax"))
     prompts: list[str | list[int]] = []
     for place, item in enumerate(items):
         checked: Any = check_prompt(f"items[{place}]", item)
@@ -57,12 +57,6 @@ def read_scores(given: dict[str, Any], limits: Limits) -> AskedScores:
         raise PromptError("items is empty")
     check_size(len(prompts), len(labels), limits)
     return AskedScores(model_of(given, limits), prompts, labels, is_softmax)
-
-
-def _flag(given: dict[str, Any], name: str) -> bool:
-    if not isinstance(value := given.get(name, False), bool):
-        raise ParameterError(f"{name} is {as_json(value)}; it must be true or false")
-    return value
 
 
 def scores_body(asked: AskedScores, scored: Sequence[Sequence[ScoreOutput]]) -> dict[str, object]:

@@ -8,14 +8,13 @@ from typing import Any
 
 from radixrt.checks import check_int, check_kind, check_prompt
 from radixrt.errors import ParameterError, PromptError
-from radixrt.frontend.openai import as_json
 from radixrt.frontend.sampling_aliases import sampling_params_from_dict
 from radixrt.output import RequestOutput, StreamChunk
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import MAX_LOGPROBS, SamplingParams
 from radixrt.server.answer_events import DONE, AnswerEvents, OnEnd
 from radixrt.server.answering import whole_outputs
-from radixrt.server.asked import check_known, check_size
+from radixrt.server.asked import check_known, check_size, flag_of
 from radixrt.server.event_frame import event_bytes
 from radixrt.server.limits import Limits
 
@@ -59,7 +58,7 @@ def read_generate(given: dict[str, Any], defaults: SamplingParams, limits: Limit
     wanted = str if name == "text" else list
     if not all(isinstance(one, wanted) for one in prompts):
         raise PromptError(f"{name} must be {'strings' if name == 'text' else 'token ids'}")
-    is_streamed, wants_logprobs = (_flag(given, flag) for flag in ("stream", "return_logprob"))
+    is_streamed, wants_logprobs = (flag_of(given, flag) for flag in ("stream", "return_logprob"))
     top = check_int("top_logprobs_num", given.get("top_logprobs_num", 0), 0, MAX_LOGPROBS)
     asked = given.get("sampling_params", {})
     listed = asked if isinstance(asked, list) else [asked] * len(prompts)
@@ -75,12 +74,6 @@ def read_generate(given: dict[str, Any], defaults: SamplingParams, limits: Limit
         raise ParameterError("top_logprobs_num needs return_logprob")
     check_size(len(prompts), max(one.n for one in params), limits)
     return AskedGenerate(prompts, params, several or params[0].n > 1, is_streamed)
-
-
-def _flag(given: dict[str, Any], name: str) -> bool:
-    if not isinstance(value := given.get(name, False), bool):
-        raise ParameterError(f"{name} is {as_json(value)}; it must be true or false")
-    return value
 
 
 class Generating:

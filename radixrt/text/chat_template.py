@@ -11,12 +11,12 @@ import sys
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from radixrt.errors import TokenizerError
 from radixrt.text import template_process
 from radixrt.text.chat import Chat, Message
+from radixrt.workers.process import stopped
 
 # Of one rendering. The templates of known models take milliseconds, and a few times the text of their messages.
 MAX_SECONDS = 10.0  # of CPU time
@@ -170,28 +170,14 @@ class ChatTemplate:
         except OSError as error:
             raise TokenizerError(f"the process that renders chat templates cannot be started: {error}") from error
         self._process, self._owner = process, os.getpid()
-        weakref.finalize(self, _stop, process, self._owner, 0)
+        weakref.finalize(self, stopped, process, self._owner, 0)
         return process, json.dumps(self._sources).encode() + b"\n"
 
     def _end(self, process: subprocess.Popen[bytes], wait: float) -> int:
         """End the process, or wait so many seconds until it ends by itself; how it has ended."""
         self._process = None
-        return _stop(process, self._owner, wait)
-
-
-def _stop(process: subprocess.Popen[bytes], owner: int, wait: float) -> int:
-    if owner != os.getpid():  # a fork of its owner
-        return 0
-    try:
-        status = process.wait(wait)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        status = process.wait()
-    for pipe in (process.stdin, process.stdout):
-        with suppress(OSError):  # what was not read any more
-            assert pipe is not None
-            pipe.close()
-    return status
+        status = stopped(process, self._owner, wait)
+        return -signal.SIGKILL if status is None else status
 
 
 def _with_thinking(message: Message) -> Message:

@@ -16,7 +16,7 @@ import torch
 from memory_pool.kv_transfers import KVTransfer, KVTransfers
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.slot_allocator import SlotAllocator
-from radixrt import FinishReason, ParameterError, PassError, RequestOutput, Runtime, SamplingParams, limits
+from radixrt import FinishReason, ParameterError, PassError, Runtime, SamplingParams, limits
 from radixrt.cache.host_states import END, PASSED, SHARED, HostStates
 from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.cache.radix_tree import DEFAULT_NAMESPACE, DEVICE, HOST, Node, RadixTree
@@ -28,15 +28,13 @@ from radixrt.planning.simulated import DistinctRunner
 from radixrt.schedule.policy import SchedulePolicy, SchedulerConfig
 from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
-from tests.support.checkpoints import VOCAB_SIZE, qwen3_5, write
+from tests.support.checkpoints import qwen3_5, write
+from tests.support.tiers import cut_short_once, prompts_of_six_heads, run, tokens
 from tests.support.world.world import Sizes, World
 
+pytestmark = pytest.mark.usefixtures("quiet")
+
 HERE = DEFAULT_NAMESPACE
-
-
-@pytest.fixture(autouse=True)
-def quiet(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL, logger="radixrt.engine.engine")
 
 
 # -- which leave ---------------------------------------------------------------------------------------------
@@ -227,16 +225,6 @@ def world(**sizes: Any) -> World:
     return World(Sizes(**{**options, **sizes}))
 
 
-def run(world: World, *prompts: list[int]) -> list[int]:
-    """Run prompts one after the other; how many of each one's tokens were cached."""
-    out = []
-    for prompt in prompts:
-        request = world.submit(prompt, 1)
-        world.drain_requests()
-        out.append(request.usage().cached_tokens)
-    return out
-
-
 def test_what_was_evicted_is_found_with_its_state() -> None:
     """The second run leaves a state before the last token, the third begins with it."""
     there = world()
@@ -399,13 +387,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return write(qwen3_5(seed=4), tmp_path_factory.mktemp("qwen3.5"))
 
 
-def prompts() -> list[list[int]]:
-    """Six heads of 60 tokens, each with three tails, head after head and then all heads again."""
-    rng = np.random.default_rng(0)
-    heads = [rng.integers(3, VOCAB_SIZE, 60).tolist() for _ in range(6)]
-    return [[*head, 3 + tail, *rng.integers(3, VOCAB_SIZE, 4).tolist()] for tail in range(3) for head in heads]
-
-
 def runtime(folder: Path, device: torch.device, **options: Any) -> Runtime:
     options = {"dtype": "float32", "max_total_tokens": 200, "schedule_policy": "fcfs", **options}
     runtime = Runtime(folder, device=device, **options)
@@ -416,15 +397,11 @@ def runtime(folder: Path, device: torch.device, **options: Any) -> Runtime:
     return runtime
 
 
-def tokens(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
-    return [output.token_ids for output in outputs]
-
-
 @pytest.fixture(scope="module")
 def cold(folder: Path, device: torch.device) -> Iterator[list[tuple[int, ...]]]:
     """Greedy answers, each computed for itself."""
     with runtime(folder, device, force_miss=True, max_total_tokens=2000) as alone:
-        yield tokens(alone.generate(prompts(), GREEDY))
+        yield tokens(alone.generate(prompts_of_six_heads(), GREEDY))
 
 
 @pytest.mark.parametrize(
@@ -448,11 +425,11 @@ def test_answers_from_the_host_are_those_computed_cold(
     if "max_total_tokens" in options:
         monkeypatch.setattr(limits, "_FEWEST_KEPT", 2)
     with runtime(folder, device, **{k: v for k, v in options.items() if k != "host_memory_gb"}) as without:
-        assert tokens(without.generate(prompts(), GREEDY)) == cold
+        assert tokens(without.generate(prompts_of_six_heads(), GREEDY)) == cold
         few = without.cache_stats()
         assert (few.state_on_host, few.state_stored) == (0, 0)
     with runtime(folder, device, **{**HOST_MEMORY, **options}) as tiered:
-        assert tokens(tiered.generate(prompts(), GREEDY)) == cold
+        assert tokens(tiered.generate(prompts_of_six_heads(), GREEDY)) == cold
         many = tiered.cache_stats()
         assert many.state_stored > 0
         if "host_memory_gb" in options:
@@ -462,7 +439,7 @@ def test_answers_from_the_host_are_those_computed_cold(
         assert many.cached_tokens >= max(5 * 60, few.cached_tokens + 60)
         # Once more, with n answers and log-probabilities of what was computed and evicted before.
         again = tiered.generate(
-            prompts()[:6], SamplingParams(temperature=0, max_new_tokens=6, n=2, ignore_eos=True)
+            prompts_of_six_heads()[:6], SamplingParams(temperature=0, max_new_tokens=6, n=2, ignore_eos=True)
         )
         assert [output.token_ids for output in again] == cold[:6]
         assert all(output.usage.cached_tokens >= 60 for output in again)
@@ -475,7 +452,7 @@ def test_answers_from_the_host_are_those_computed_cold(
 def test_the_next_turn_of_a_chat_finds_the_last_one(folder: Path, device: torch.device) -> None:
     """What was evicted meanwhile comes back with the state at the end of the answer."""
     with runtime(folder, device, **HOST_MEMORY) as tiered, runtime(folder, device, max_total_tokens=900) as roomy:
-        chats = [prompt[:40] for prompt in prompts()[:6]]
+        chats = [prompt[:40] for prompt in prompts_of_six_heads()[:6]]
         for turn in range(3):
             outputs = tiered.generate(chats, GREEDY)
             assert tokens(outputs) == tokens(roomy.generate(chats, GREEDY))
@@ -488,20 +465,12 @@ def test_a_pass_that_fails_does_not_spoil_states(
     folder: Path, device: torch.device, cold: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with runtime(folder, device, **HOST_MEMORY) as tiered:
-        score, run = Executor.score, KVMover.run  # scores are launched last
-        for owner, name, original in ((Executor, "score", score), (KVMover, "run", run)):
-            assert tokens(tiered.generate(prompts(), GREEDY)) == cold
-
-            def once(*arguments: Any, owner: Any = owner, name: str = name, original: Any = original) -> Any:
-                monkeypatch.setattr(owner, name, original)
-                if owner is Executor:
-                    original(*arguments)  # all of it is under way
-                raise RuntimeError("cut short")
-
-            monkeypatch.setattr(owner, name, once)
+        for owner, name in ((Executor, "score"), (KVMover, "run")):  # scores are launched last
+            assert tokens(tiered.generate(prompts_of_six_heads(), GREEDY)) == cold
+            cut_short_once(monkeypatch, owner, name, is_under_way=owner is Executor)
             with pytest.raises(PassError, match="cut short"):
-                tiered.generate(prompts()[6], GREEDY)
-        assert tokens(tiered.generate(prompts(), GREEDY)) == cold
+                tiered.generate(prompts_of_six_heads()[6], GREEDY)
+        assert tokens(tiered.generate(prompts_of_six_heads(), GREEDY)) == cold
 
 
 def test_answers_depend_on_what_is_loaded(
@@ -518,7 +487,7 @@ def test_answers_depend_on_what_is_loaded(
 
     monkeypatch.setattr(KVMover, "run", lossy)
     with runtime(folder, device, **HOST_MEMORY) as tiered:
-        assert tokens(tiered.generate(prompts(), GREEDY, on_error="return")) != cold
+        assert tokens(tiered.generate(prompts_of_six_heads(), GREEDY, on_error="return")) != cold
         assert tiered.cache_stats().state_loaded > 0
 
 

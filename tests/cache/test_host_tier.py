@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,15 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from radixrt import FinishReason, ParameterError, PassError, RequestOutput, Runtime, SamplingParams
+from radixrt import FinishReason, ParameterError, PassError, Runtime, SamplingParams
 from radixrt.cache.radix_tree import Namespace
 from radixrt.execution import kv_mover
 from radixrt.execution.executor import Executor
 from radixrt.execution.kv_mover import KVMover
 from radixrt.execution.model_runner import ModelRunner
-from tests.support.checkpoints import VOCAB_SIZE, llama, write
+from tests.support.checkpoints import llama, write
+from tests.support.tiers import cut_short_once, prompts_of_six_heads, run, tokens
 from tests.support.world.model import histories
 from tests.support.world.world import Sizes, World
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 HERE = Namespace()
 
@@ -32,23 +34,8 @@ def ids(*values: int) -> np.ndarray:
 # -- told examples in the simulation -----------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def quiet(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL, logger="radixrt.engine.engine")
-
-
 def world(num_slots: int = 21, host_slots: int = 100, chunk: int = 16) -> World:
     return World(Sizes(num_slots=num_slots, host_slots=host_slots, num_rows=4, chunk=chunk))
-
-
-def run(world: World, *prompts: list[int]) -> list[int]:
-    """Run prompts one after the other; how many of each one's tokens were cached."""
-    out = []
-    for prompt in prompts:
-        request = world.submit(prompt, 1)
-        world.drain_requests()
-        out.append(request.usage().cached_tokens)
-    return out
 
 
 A, B, C = [1] * 10, [2] * 10, [3] * 10
@@ -228,10 +215,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def prompts() -> list[list[int]]:
-    """Six heads of 60 tokens, each with three tails, head after head and then all heads again."""
-    rng = np.random.default_rng(0)
-    heads = [rng.integers(3, VOCAB_SIZE, 60).tolist() for _ in range(6)]
-    return [[*head, 3 + tail, *rng.integers(3, VOCAB_SIZE, 4).tolist()] for tail in range(3) for head in heads]
+    return prompts_of_six_heads()
 
 
 def runtime(folder: Path, device: torch.device, **options: Any) -> Runtime:
@@ -239,10 +223,6 @@ def runtime(folder: Path, device: torch.device, **options: Any) -> Runtime:
     runtime = Runtime(folder, device=device, **options)
     runtime.parts.model.kv_pool.buffer.fill_(float("nan"))
     return runtime
-
-
-def tokens(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
-    return [output.token_ids for output in outputs]
 
 
 @pytest.fixture
@@ -297,17 +277,9 @@ def test_a_pass_that_fails_does_not_spoil_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with runtime(folder, device, **HOST) as tiered:
-        score, run = Executor.score, KVMover.run  # scores are launched last
-        for owner, name, original in ((Executor, "score", score), (KVMover, "run", run)):
+        for owner, name in ((Executor, "score"), (KVMover, "run")):  # scores are launched last
             assert tokens(tiered.generate(prompts[:6], GREEDY)) == cold[:6]  # the pool is full
-
-            def once(*arguments: Any, owner: Any = owner, name: str = name, original: Any = original) -> Any:
-                monkeypatch.setattr(owner, name, original)
-                if owner is Executor:
-                    original(*arguments)  # all of it is under way
-                raise RuntimeError("cut short")
-
-            monkeypatch.setattr(owner, name, once)
+            cut_short_once(monkeypatch, owner, name, is_under_way=owner is Executor)
             with pytest.raises(PassError, match="cut short"):
                 tiered.generate(prompts[6], GREEDY)
         assert tokens(tiered.generate(prompts, GREEDY)) == cold

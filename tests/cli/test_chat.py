@@ -6,7 +6,6 @@ import io
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import radixrt
 from radixrt.builtin import MODEL_PATH
 from radixrt.cli import main
 from radixrt.errors import DeviceLostError, PassError, SchedulerError
@@ -25,20 +23,6 @@ FACTS = "Mira likes Oslo. Tarek counts 374. Ines paints blue."
 GREEDY = ("--temperature", "0", "--max-new-tokens", "8")
 HELP = "/help lists the commands, Ctrl-D ends the chat."
 PLAIN = r"The model has no chat template: it continues plain text, each turn in the form '\nQ: {}\nA:'."
-
-
-@pytest.fixture(scope="module")
-def builtin() -> Iterator[Runtime]:
-    with Runtime(device="cpu", max_total_tokens=2048) as runtime:
-        yield runtime
-
-
-@pytest.fixture
-def runtime(builtin: Runtime, monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    """What the command makes, its cache empty."""
-    builtin.flush_cache()
-    monkeypatch.setitem(vars(radixrt), "Runtime", lambda **options: nullcontext(builtin))
-    return builtin
 
 
 class Typist:

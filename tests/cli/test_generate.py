@@ -25,20 +25,6 @@ MIRA, TAREK = (f"{FACTS}\nQ: {question}?\nA:" for question in ("Mira likes", "Ta
 GREEDY = ("--temperature", "0", "--max-new-tokens", "8")
 
 
-@pytest.fixture(scope="module")
-def builtin() -> Iterator[Runtime]:
-    with Runtime(device="cpu", max_total_tokens=2048) as runtime:
-        yield runtime
-
-
-@pytest.fixture
-def runtime(builtin: Runtime, monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    """What the command makes, its cache empty."""
-    builtin.flush_cache()
-    monkeypatch.setitem(vars(radixrt), "Runtime", lambda **options: nullcontext(builtin))
-    return builtin
-
-
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
     assert main(["generate", *arguments]) == status
     shown = capsys.readouterr()

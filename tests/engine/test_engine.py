@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 
 import pytest
@@ -15,11 +14,7 @@ from radixrt.schedule.passes import Pass
 from tests.support.world.model import VOCAB
 from tests.support.world.world import Sizes, World
 
-
-@pytest.fixture(autouse=True)
-def quiet(caplog: pytest.LogCaptureFixture) -> None:
-    """Failed passes are logged with their traces; here they are made by the thousand."""
-    caplog.set_level(logging.CRITICAL, logger="radixrt.engine.engine")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def test_a_pass_is_launched_while_the_one_before_is_in_flight() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from layers.linear import Linear
 from layers.moe import SparseMoE
 from layers.placement import Placement
+from layers.recurrent import RecurrentLayer
 from layers.vocabulary import LogitsHead
 from radixrt import Runtime, SamplingParams
 from radixrt.builtin import MODEL_PATH
@@ -20,7 +21,7 @@ from radixrt.errors import ModelError, ParameterError
 from radixrt.execution import products
 from radixrt.execution.products import compare_all, product_rows
 from radixrt.limits import CPU_LIMITS
-from radixrt.models.decoder import Decoder, MixerBlock, Recurrent
+from radixrt.models.decoder import Decoder, MixerBlock
 from radixrt.models.loader import load_model
 from tests.support import checkpoints
 from tests.support.row_bits import ROWS, differing_counts, threads
@@ -117,7 +118,7 @@ def test_a_model_without_attention(family: str, dtype: str, num_threads: int, fo
     for module in decoder.modules():
         if hasattr(module, "attention") and hasattr(module, "qkv"):
             module.attention = Without()
-        if isinstance(module, MixerBlock) and isinstance(module.attention, Recurrent):
+        if isinstance(module, MixerBlock) and isinstance(module.attention, RecurrentLayer):
             module.attention = WithoutStates()
     nothing: Any = None
 
@@ -156,7 +157,7 @@ def test_states_that_know_where_a_sequence_was_cut_are_refused(family: str, tmp_
     """As those of layers that are not deterministic do."""
     decoder = deterministic(checkpoints.write(getattr(checkpoints, family)(), tmp_path))
     compare_all(decoder, CPU_LIMITS, 512)
-    recurrent = [layer for layer in decoder.modules() if isinstance(layer, Recurrent)]
+    recurrent = [layer for layer in decoder.modules() if isinstance(layer, RecurrentLayer)]
     for layer in recurrent:
         layer.deterministic = False
     with pytest.raises(

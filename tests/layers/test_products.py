@@ -18,6 +18,7 @@ from layers.placement import Placement
 from layers.products import Product, ProductTable, compare_products, same_bits
 from layers.vocabulary import LogitsHead
 from tests.support.interpreter import require_interpreter
+from tests.support.random_tensors import random
 from tests.support.row_bits import COUNTS, ROWS, differing_counts, threads
 from triton_ops.linear.ordered_linear import ordered_linear, plain_linear
 
@@ -33,10 +34,6 @@ def compared(columns: int, depth: int, dtype: torch.dtype = torch.float32, **giv
 
 def ordered(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return ordered_linear(x, weight, bias, impl="torch")
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def honest(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:

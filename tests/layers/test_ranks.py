@@ -17,6 +17,7 @@ from layers.ranks import ALONE, RankPart, Ranks
 from layers.vocabulary import Embedding, LogitsHead
 from layers.weight import Weight
 from tests.support.interpreter import require_interpreter
+from tests.support.random_tensors import random
 from tests.support.ranks import on_ranks
 from tests.triton_ops.ranks.test_peer_sum import memory_of
 from triton_ops.activations.quantised_rows import QuantisedRows
@@ -25,10 +26,6 @@ from triton_ops.ranks.peer_sum import PeerSum
 
 PLACEMENT = Placement(torch.float32, torch.device("cpu"))
 SIZES = pytest.mark.parametrize("size", [2, 4])
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def assert_same_on_all(found: list[Tensor], expected: Tensor) -> None:

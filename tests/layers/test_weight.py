@@ -11,16 +11,13 @@ from layers.placement import Placement
 from layers.quantization import PIECE_ROWS, Quantization, Scales
 from layers.weight import Weight
 from tests.support.interpreter import require_interpreter
+from tests.support.random_tensors import random
 from triton_ops.e4m3 import E4M3
 from triton_ops.linear.e4m3_linear import dequantised_weight, e4m3_linear, quantised_weight
 
 CPU = torch.device("cpu")
 ROWS, BLOCKS = Quantization(Scales.ROW, "weight_scale"), Quantization(Scales.BLOCK, "weight_scale_inv")
 TENSORS = Quantization(Scales.TENSOR, "weight_scale")
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def placement(quantization: Quantization | None = None, *, holds: bool = True) -> Placement:

@@ -10,21 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from layers.int4_formats import Words
-from layers.linear import Linear
 from layers.quantization import Quantization, Scales
 from layers.weight import Weight
 from radixrt.errors import ModelError
-from radixrt.models.decoder import Decoder
 from radixrt.models.loader import load_model, reload_weights
 from radixrt.models.quantization import read_quantization
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
 from tests.models.test_parity import Session, assert_close, dense, prompt
 from tests.support import checkpoints
+from tests.support.checkpoints import edit_weights, linear_weights
 from tests.support.int4_checkpoints import FORMATS, awq_config, gptq_config, packed_config, write
 from tests.support.interpreter import require_interpreter
 from tests.support.quantised_checkpoints import SHAPE
@@ -46,10 +44,6 @@ MODELS: dict[str, tuple[Callable[[], Any], Words]] = {
 }
 
 
-def weights_of(model: Decoder) -> list[Weight]:
-    return [layer.weight for layer in model.modules() if isinstance(layer, Linear)]
-
-
 def numbers_of(weight: Weight) -> Tensor:
     """In the model's dtype."""
     if weight.scale is None or weight.zeros is None:
@@ -65,7 +59,7 @@ def test_checkpoints_are_what_transformers_makes_of_their_numbers(name: str, tmp
     model, config = load_model(tmp_path)
     assert config.quantization is not None
     assert config.quantization.words is words
-    assert all(weight.values.dtype == torch.float32 for weight in weights_of(model))
+    assert all(weight.values.dtype == torch.float32 for weight in linear_weights(model))
     ids = prompt(30, 1)
     session = Session(model, config)
     logits = [session.run((1, ids[:end], start))[0] for start, end in ((0, 5), (5, 6), (6, len(ids)))]
@@ -91,7 +85,7 @@ def test_held_weights_give_the_logits_of_dequantised_ones(
     reference = write(make(), tmp_path, words)
     model, config = load_model(tmp_path, **holding)
     plain, _ = load_model(tmp_path, **{**holding, "impl": "torch"})
-    for ours, theirs in zip(weights_of(model), weights_of(plain), strict=True):
+    for ours, theirs in zip(linear_weights(model), linear_weights(plain), strict=True):
         assert (ours.values.dtype, ours.zeros is None) == (torch.uint8, False)
         assert (theirs.values.dtype, theirs.zeros) == (torch.float16, None)
         assert torch.equal(numbers_of(ours), theirs.values)
@@ -106,7 +100,7 @@ def test_a_quarter_of_the_bytes(tmp_path: Path, holding: dict[str, Any]) -> None
     def num_bytes(**options: Any) -> int:
         model, _ = load_model(tmp_path, **{**holding, **options})
         return sum(
-            weight.numel() * weight.itemsize for layer in weights_of(model) for weight in layer.parameters()
+            weight.numel() * weight.itemsize for layer in linear_weights(model) for weight in layer.parameters()
         )
 
     assert num_bytes() / num_bytes(impl="torch") == (64 + 3) / 256
@@ -125,8 +119,8 @@ def test_layers_that_a_checkpoint_leaves_as_they_are(tmp_path: Path, holding: di
     write(llama(), tmp_path, Words.AWQ, modules_to_not_convert=["model.layers.1.mlp.up_proj"])
     held, _ = load_model(tmp_path, **holding)
     plain, _ = load_model(tmp_path, **{**holding, "impl": "torch"})
-    assert [weight.zeros is None for weight in weights_of(held)] == [False] * 6 + [True, False]
-    for ours, theirs in zip(weights_of(held), weights_of(plain), strict=True):
+    assert [weight.zeros is None for weight in linear_weights(held)] == [False] * 6 + [True, False]
+    for ours, theirs in zip(linear_weights(held), linear_weights(plain), strict=True):
         assert torch.equal(numbers_of(ours), theirs.values)
 
 
@@ -136,7 +130,7 @@ def test_random_weights(tmp_path: Path, holding: dict[str, Any]) -> None:
     (tmp_path / "model.safetensors").unlink()
     for impl in ("triton", "torch"):
         model, config = load_model(tmp_path, load_format="dummy", **{**holding, "impl": impl})
-        for weight in weights_of(model):
+        for weight in linear_weights(model):
             assert (weight.zeros is not None) == (impl == "triton")
             assert 0.5 < numbers_of(weight).float().std() / config.initializer_range < 2
 
@@ -161,12 +155,6 @@ def test_other_weights_in_place(tmp_path: Path, holding: dict[str, Any]) -> None
 
 
 DOWN = "model.layers.1.mlp.down_proj"
-
-
-def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
 
 
 WRONG_WEIGHTS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {

@@ -31,6 +31,7 @@ from radixrt.models.qwen_hybrid import HybridMixtureConfig
 from radixrt.models.weight_files import INDEX_FILE
 from radixrt.text.tokenizer import load_tokenizer
 from tests.support import checkpoints
+from tests.support.checkpoints import edit_weights
 
 
 @pytest.fixture
@@ -43,13 +44,6 @@ def edit_json(file: Path, **changes: Any) -> None:
     """Change entries of a JSON file; None removes one."""
     value = {**json.loads(file.read_text()), **changes}
     file.write_text(json.dumps({name: entry for name, entry in value.items() if entry is not None}))
-
-
-def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file)
 
 
 def loaded(folder: Path, **options: Any) -> dict[str, Tensor]:

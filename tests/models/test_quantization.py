@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from layers.linear import Linear
 from layers.moe import E4M3Matrices, SparseMoE
 from layers.placement import Placement
 from layers.quantization import Quantization, Scales
@@ -27,6 +25,7 @@ from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
 from tests.models.test_parity import Session, assert_close, dense, prompt
 from tests.support import checkpoints
+from tests.support.checkpoints import edit_weights, linear_weights
 from tests.support.interpreter import require_interpreter
 from tests.support.quantised_checkpoints import FORMATS, SHAPE, compressed_config, fp8_config, write
 from triton_ops.activations.quantised_rows import quantise_rows
@@ -70,13 +69,9 @@ def test_checkpoints_are_what_transformers_makes_of_their_numbers(name: str, tmp
     model, config = load_model(tmp_path)
     assert config.quantization is not None
     assert config.quantization.scales is FORMATS[form][0]
-    assert all(weight.values.dtype == torch.float32 for weight in weights_of(model))
+    assert all(weight.values.dtype == torch.float32 for weight in linear_weights(model))
     ids = prompt(30, 1)
     assert_close(logits(model, config, ids), dense(reference, ids), atol=1e-4)
-
-
-def weights_of(model: Decoder) -> list[Weight]:
-    return [layer.weight for layer in model.modules() if isinstance(layer, Linear)]
 
 
 # --- held in e4m3 ---
@@ -116,7 +111,7 @@ def test_held_weights_are_multiplied_as_they_are_stored(
     scales = FORMATS[form][0]
     reference = write(make(), tmp_path, form)
     model, config = load_model(tmp_path, **holding)
-    assert all(weight.values.dtype == E4M3 and weight.scale is not None for weight in weights_of(model))
+    assert all(weight.values.dtype == E4M3 and weight.scale is not None for weight in linear_weights(model))
     ids = prompt(9, 1)
     plain = dense(reference, ids)
     quantise_inputs(reference, scales)
@@ -144,7 +139,7 @@ def test_quantised_as_they_are_loaded(load_format: Any, tmp_path: Path, holding:
     plain, _ = load_model(tmp_path, **options)
     held, _ = load_model(tmp_path, quantization="fp8", **{**options, **holding})
     rounded, _ = load_model(tmp_path, quantization="fp8", impl="torch", **options)
-    for weight, codes, values in zip(*map(weights_of, (plain, held, rounded)), strict=True):
+    for weight, codes, values in zip(*map(linear_weights, (plain, held, rounded)), strict=True):
         expected, scale = quantised_weight(weight.values, blocks=False)
         assert torch.equal(codes.values.float(), expected.float())
         assert torch.equal(codes.scale, scale)
@@ -158,7 +153,7 @@ def test_random_weights_of_a_quantised_checkpoint(tmp_path: Path, holding: dict[
     write(llama(), tmp_path, "fp8 blocks")
     (tmp_path / "model.safetensors").unlink()
     model, config = load_model(tmp_path, load_format="dummy", **holding)
-    for weight in weights_of(model):
+    for weight in linear_weights(model):
         assert (weight.values.dtype, weight.scale.dim()) == (E4M3, 2)
         assert 0.5 < dequantised_weight(weight.values, weight.scale).std() / config.initializer_range < 2
 
@@ -276,12 +271,6 @@ def test_other_weights_in_place(tmp_path: Path, holding: dict[str, Any]) -> None
 # --- what is refused ---
 
 
-def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
 DOWN = "model.layers.1.mlp.down_proj"
 WRONG_WEIGHTS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "no scale": (
@@ -331,15 +320,15 @@ def test_layers_that_a_checkpoint_leaves_as_they_are(tmp_path: Path, holding: di
     plain = load_model(tmp_path, **{**holding, "impl": "torch"})
     assert_close(logits(*plain, ids), dense(reference, ids), atol=1e-4)
     held, _ = load_model(tmp_path, **holding)
-    for ours, theirs in zip(weights_of(held), weights_of(plain[0]), strict=True):
+    for ours, theirs in zip(linear_weights(held), linear_weights(plain[0]), strict=True):
         if ours.scale is None:
             assert torch.equal(ours.values, theirs.values)
         else:
             assert torch.equal(dequantised_weight(ours.values, ours.scale), theirs.values)
-    is_plain = [weight.scale is None for weight in weights_of(held)]
+    is_plain = [weight.scale is None for weight in linear_weights(held)]
     assert is_plain == [False, False, True, True, False, False, True, False]
     random, _ = load_model(tmp_path, load_format="dummy", **holding)
-    assert [weight.scale is None for weight in weights_of(random)] == is_plain
+    assert [weight.scale is None for weight in linear_weights(random)] == is_plain
 
 
 def test_equal_bits_are_not_promised(tmp_path: Path, holding: dict[str, Any]) -> None:

@@ -26,9 +26,10 @@ from radixrt.models.loader import load_model, reload_weights
 from radixrt.models.rank_part import rank_part
 from radixrt.models.registry import ARCHITECTURES
 from tests.models import test_hybrid
-from tests.models.test_int4_checkpoints import numbers_of, weights_of
+from tests.models.test_int4_checkpoints import numbers_of
 from tests.models.test_parity import MODELS, Session, prompt
 from tests.support import checkpoints, int4_checkpoints, quantised_checkpoints
+from tests.support.checkpoints import linear_weights
 from tests.support.interpreter import require_interpreter
 from tests.support.ranks import on_ranks
 from triton_ops.linear.e4m3_linear import dequantised_weight
@@ -387,13 +388,13 @@ def test_parts_that_are_held_as_they_are_stored(name: str, tmp_path: Path) -> No
         load = partial(load_model, tmp_path, ranks=Ranks(rank, 2), dtype="float16")
         held, _ = load(impl="triton")
         plain, _ = load(impl="torch")
-        for ours, theirs in zip(weights_of(held), weights_of(plain), strict=True):
+        for ours, theirs in zip(linear_weights(held), linear_weights(plain), strict=True):
             if ours.scale is not None and ours.zeros is None:
                 values = dequantised_weight(ours.values, ours.scale).half()
             else:
                 values = numbers_of(ours)
             assert torch.equal(values, theirs.values)
-        assert any(weight.scale is not None for weight in weights_of(held))
+        assert any(weight.scale is not None for weight in linear_weights(held))
 
 
 @pytest.mark.parametrize(

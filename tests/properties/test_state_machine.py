@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
@@ -32,6 +31,8 @@ from tests.support.world.invariants import Violation
 from tests.support.world.model import VOCAB, form_of
 from tests.support.world.walk import PRIORITIES, Walk, random_sizes
 from tests.support.world.world import Sizes
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 EVENTS: Counter[str] = Counter()
 
@@ -290,12 +291,6 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.world.drain()
         EVENTS.update(self.world.events)
-
-
-@pytest.fixture(autouse=True)
-def quiet(caplog: pytest.LogCaptureFixture) -> None:
-    """Failed passes are logged with their traces; here they are made by the thousand."""
-    caplog.set_level(logging.CRITICAL, logger="radixrt.engine.engine")
 
 
 def run_machine(examples: int, steps: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 
 import pytest
@@ -13,11 +12,7 @@ from tests.support.world.model import VOCAB
 from tests.support.world.walk import Walk, random_sizes
 from tests.support.world.world import Sizes, World
 
-
-@pytest.fixture(autouse=True)
-def quiet(caplog: pytest.LogCaptureFixture) -> None:
-    """Failed passes are logged with their traces."""
-    caplog.set_level(logging.CRITICAL, logger="radixrt.engine.engine")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def launched(world: World) -> list[tuple[int, Pass]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,10 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from layers.linear import Linear
+from layers.weight import Weight
+from radixrt.models.decoder import Decoder
 
 VOCAB_SIZE = 101
 
@@ -612,6 +617,18 @@ def write(
     if packed := getattr(model, "packed", None):
         _store_packed(folder, packed)
     return folder
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change the tensors of a checkpoint of one file."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def linear_weights(model: Decoder) -> list[Weight]:
+    """Those of its linear layers, in the order of the layers."""
+    return [layer.weight for layer in model.modules() if isinstance(layer, Linear)]
 
 
 def _store_packed(folder: Path, packed: dict[str, torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Random tensors and tolerances for tests of norms, activations and the steps before attention."""
+"""Tolerances for tests of norms, activations and the steps before attention."""
 
 from __future__ import annotations
 
@@ -12,12 +12,6 @@ TOLERANCE = {torch.float32: 1e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 KERNEL_DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 # Two roundings apart at most.
 KERNEL_TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-
-
-def random(
-    *shape: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None, seed: int = 0
-) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
 def assert_matches(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from torch.nn.functional import conv1d, silu
 from triton_ops.recurrent.gated_delta import gated_delta_reference
 from triton_ops.recurrent.rows import StateRows
 from triton_ops.recurrent.state_space import UNLIMITED, state_space_reference
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def state_rows(
@@ -41,9 +44,66 @@ def state_rows(
     )
 
 
+class _Inputs:
+    """The tensors of a recurrent operation, by the names of its arguments.
+
+    Attributes:
+        reference: what the operation means for the tokens of one sequence, in float64.
+        of_tokens: names of those that have a row for each token; the first is shaped as the outputs.
+    """
+
+    reference: ClassVar[Callable[..., tuple[Tensor, Tensor]]]
+    of_tokens: ClassVar[tuple[str, ...]]
+
+    states: Tensor
+
+    def arguments(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def fresh(self) -> Self:
+        """The same with states of its own: the operation writes them."""
+        return replace(self, states=self.states.clone())  # type: ignore[type-var]
+
+    def rows(self, tokens: slice) -> Self:
+        """The same with some of the tokens."""
+        return replace(self, **{name: getattr(self, name)[tokens] for name in self.of_tokens})  # type: ignore[type-var]
+
+    def expected(self, rows: StateRows) -> tuple[Tensor, Tensor]:
+        """The outputs and all states afterwards, in float64."""
+        out, states = getattr(self, self.of_tokens[0]).double().clone(), self.states.double().clone()
+        states[0] = 0.0
+        for start, length, begins, ends in rows.tolist():
+            if length:
+                of = slice(start, start + length)
+                args = vars(self.rows(of)) | {"state": self.states[begins] if begins else states[0]}
+                del args["states"]
+                out[of], left = type(self).reference(**args)
+                if ends:
+                    states[ends] = left
+        return out, states
+
+    def check_states(self, before: Self, expected: Tensor, rows: StateRows, tolerance: float) -> None:
+        """Those that rows leave are as expected, and nobody has touched any other one."""
+        left = torch.zeros(len(expected), dtype=torch.bool, device=expected.device)
+        left[rows.write_to[rows.lens > 0].long()] = True
+        left[0] = False
+        assert_close(self.states[left], expected[left], tolerance)
+        assert torch.equal(self.states[~left].nan_to_num(), before.states[~left].nan_to_num())
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    """To `tolerance` times the greatest element of each head."""
+    if expected.numel():
+        greatest = expected.abs().amax((0, 2) if expected.dim() == 3 else (2, 3), keepdim=True)
+        assert ((actual.double() - expected).abs() / greatest).max() < tolerance
+
+
 @dataclass(frozen=True)
-class DeltaInputs:
+class DeltaInputs(_Inputs):
     """The tensors of `gated_delta`."""
+
+    reference = staticmethod(gated_delta_reference)
+    of_tokens = ("v", "q", "k", "a", "b")
 
     q: Tensor
     k: Tensor
@@ -96,36 +156,13 @@ class DeltaInputs:
             states.to(state_dtype),
         )
 
-    def arguments(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-    def fresh(self) -> DeltaInputs:
-        """The same with states of its own: the operation writes them."""
-        return replace(self, states=self.states.clone())
-
-    def rows(self, tokens: slice) -> DeltaInputs:
-        """The same with some of the tokens."""
-        named = {name: getattr(self, name)[tokens] for name in ("q", "k", "v", "a", "b")}
-        return replace(self, **named)
-
-    def expected(self, rows: StateRows) -> tuple[Tensor, Tensor]:
-        """The outputs and all states afterwards, in float64."""
-        out, states = self.v.double().clone(), self.states.double().clone()
-        states[0] = 0.0
-        for start, length, begins, ends in rows.tolist():
-            if length:
-                of = slice(start, start + length)
-                args = vars(self.rows(of)) | {"state": self.states[begins] if begins else states[0]}
-                del args["states"]
-                out[of], left = gated_delta_reference(**args)
-                if ends:
-                    states[ends] = left
-        return out, states
-
 
 @dataclass(frozen=True)
-class StateSpaceInputs:
+class StateSpaceInputs(_Inputs):
     """The tensors of `state_space`, and its limits."""
+
+    reference = staticmethod(state_space_reference)
+    of_tokens = ("x", "dt", "b", "c")
 
     x: Tensor
     dt: Tensor
@@ -173,31 +210,6 @@ class StateSpaceInputs:
             randn(num_heads).to(dtype),
             states.to(state_dtype),
         )
-
-    def arguments(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-    def fresh(self) -> StateSpaceInputs:
-        """The same with states of its own: the operation writes them."""
-        return replace(self, states=self.states.clone())
-
-    def rows(self, tokens: slice) -> StateSpaceInputs:
-        """The same with some of the tokens."""
-        return replace(self, **{name: getattr(self, name)[tokens] for name in ("x", "dt", "b", "c")})
-
-    def expected(self, rows: StateRows) -> tuple[Tensor, Tensor]:
-        """The outputs and all states afterwards, in float64."""
-        out, states = self.x.double().clone(), self.states.double().clone()
-        states[0] = 0.0
-        for start, length, begins, ends in rows.tolist():
-            if length:
-                of = slice(start, start + length)
-                args = vars(self.rows(of)) | {"state": self.states[begins] if begins else states[0]}
-                del args["states"]
-                out[of], left = state_space_reference(**args)
-                if ends:
-                    states[ends] = left
-        return out, states
 
 
 def expected_conv(

@@ -25,7 +25,6 @@ OFFSET: tl.constexpr = 768.0 if tl is None else tl.constexpr(768.0)
 FLOAT32_OFFSET: tl.constexpr = 192.0 if tl is None else tl.constexpr(192.0)
 # Results below this, in units of the sum of weights, are zero: rescaling is exact as far as floats are normal.
 TINY: tl.constexpr = 2.0**-80 if tl is None else tl.constexpr(2.0**-80)
-GROUP_KEYS = 16
 
 
 @triton.jit

@@ -129,15 +129,8 @@ def _become_float16(x: Tensor) -> Tensor:
     return x.view(torch.float16).copy_(in_float16(x))
 
 
-def _launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: KVView,
-    out_cache_loc: Tensor,
-    norm: HeadNorm | None,
-    rotation: Rotation | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _check(q: Tensor, k: Tensor, v: Tensor, kv: KVView, norm: HeadNorm | None, rotation: Rotation | None) -> None:
+    """Raise ValueError where the kernel would read or write something else than its arguments mean."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     for name, heads in (("q", q), ("k", k), ("v", v), ("the pool's k", kv.k), ("the pool's v", kv.v)):
@@ -158,7 +151,6 @@ def _launch(
     if norm is not None:
         for name, weight in (("q_weight", norm.q_weight), ("k_weight", norm.k_weight)):
             check_vector(name, weight, q)
-    rotary_dim = 0
     if rotation is not None:
         rotary_dim = rotation.cos_sin_cache.shape[1]
         if rotary_dim % 2 or rotary_dim > head_dim or not rotation.cos_sin_cache.is_contiguous():
@@ -166,6 +158,21 @@ def _launch(
                 f"cos_sin_cache must be contiguous with an even number of at most {head_dim} columns, but has "
                 f"{rotary_dim}"
             )
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: KVView,
+    out_cache_loc: Tensor,
+    norm: HeadNorm | None,
+    rotation: Rotation | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    _check(q, k, v, kv, norm, rotation)
+    rotary_dim = 0 if rotation is None else rotation.cos_sin_cache.shape[1]
     dtype = torch.float16 if kv.k_scale is not None and q.dtype == torch.bfloat16 else q.dtype
     read = q.view(dtype), k.view(dtype), v.view(dtype)
     if num_tokens == 0:

@@ -11,8 +11,8 @@ from triton_ops.implementation import (
     Impl,
     gdc_launch_dependents,
     gdc_wait,
-    gpu_of,
     next_power_of_2,
+    overlapped,
     runs_triton,
     tl,
     triton,
@@ -54,7 +54,6 @@ def _launch(experts: Tensor, num_experts: int, tile_rows: int, max_tiles: int) -
     tiles = torch.empty(max_tiles, 3, dtype=torch.int32, device=experts.device)
     if num_choices:
         config = expert_tiles_config(num_choices)
-        early = gpu_of(experts.device).overlaps_launches
         _expert_tiles_kernel[(num_experts,)](
             experts,
             order,
@@ -65,9 +64,8 @@ def _launch(experts: Tensor, num_experts: int, tile_rows: int, max_tiles: int) -
             NUM_EXPERTS=num_experts,
             EXPERT_BLOCK=max(16, next_power_of_2(num_experts)),
             BLOCK=config.size,
-            EARLY=early,
             num_warps=config.num_warps,
-            **({"launch_pdl": True} if early else {}),
+            **overlapped(experts.device, 0),
         )
     return order, tiles
 

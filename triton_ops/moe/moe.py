@@ -21,6 +21,7 @@ from triton_ops.implementation import (
     gdc_wait,
     gpu_of,
     next_power_of_2,
+    overlapped,
     runs_triton,
     tl,
     triton,
@@ -171,21 +172,9 @@ def _launch(
     activation: Activation,
     parts_ok: bool,
 ) -> Tensor:
+    _check(x, matrices, activation)
     (gate_up, gate_up_bias), (down, down_bias) = matrices
-    (num_tokens, hidden_size), top_k = x.shape, experts.shape[1]
-    num_experts, inner_size = gate_up.shape[0], down.shape[2]
-    first_size = inner_size if activation in _UNGATED else 2 * inner_size
-    for name, given, shape in (
-        ("gate_up", gate_up, (num_experts, first_size, hidden_size)),
-        ("down", down, (num_experts, hidden_size, inner_size)),
-        ("gate_up_bias", gate_up_bias, (num_experts, first_size)),
-        ("down_bias", down_bias, (num_experts, hidden_size)),
-    ):
-        if given is not None and (given.shape != shape or not given.is_contiguous()):
-            raise ValueError(f"{name} must be contiguous {[*shape]}, but is {[*given.shape]}")
-    dtypes = [given.dtype if isinstance(given, Tensor) else x.dtype for given in (gate_up, down)]
-    if dtypes != [x.dtype] * 2:
-        raise ValueError(f"x, gate_up and down are {x.dtype}, {dtypes[0]} and {dtypes[1]}")
+    (num_tokens, hidden_size), top_k, num_experts = x.shape, experts.shape[1], gate_up.shape[0]
     x, weights = x.contiguous(), weights.contiguous()
     out = torch.empty_like(x)
     if num_tokens == 0:
@@ -193,21 +182,15 @@ def _launch(
 
     # An expert's rows, each of them a token and one of its choices, are cut into tiles.
     num_choices = experts.numel()
-    gate = _GATES.get(activation, "")
+    gate, gpu = _GATES.get(activation, ""), gpu_of(x.device)
     mxfp4 = isinstance(gate_up, Mxfp4) or isinstance(down, Mxfp4)
-    gpu = gpu_of(x.device)
-    e4m3 = isinstance(gate_up, ScaledE4M3)
-    if e4m3 is not isinstance(down, ScaledE4M3):
-        raise ValueError(f"gate_up and down are {type(gate_up).__name__} and {type(down).__name__}")
-    in_words = [isinstance(given, Mxfp4) and given.in_words for given in (gate_up, down)]
-    if any(in_words):
-        if not all(in_words) or not takes_words(gpu, x.dtype):
-            raise ValueError("matrices in words are for bfloat16 on Hopper, both of them")
+    in_words = isinstance(gate_up, Mxfp4) and gate_up.in_words
+    if in_words:
         gate = gate if gate == "clamped" else ""
         x = x.clone() if x.data_ptr() % 16 else x  # rows are copied by 16 bytes
-    tile_rows = expert_rows(num_choices, num_experts, x.dtype, mxfp4=mxfp4 and not any(in_words))
+    tile_rows = expert_rows(num_choices, num_experts, x.dtype, mxfp4=mxfp4 and not in_words)
     order, tiles = expert_tiles(experts, num_experts, tile_rows, impl="triton")
-    early = gpu.overlaps_launches
+    overlap = overlapped(x.device, 0)  # however many tiles there are
 
     def product(
         a: Tensor, matrices: Matrices, biases: Tensor | None, rows_of_a: int, *, gate: str = "", to: str = "row"
@@ -269,10 +252,9 @@ def _launch(
             ROWS=config.rows,
             COLUMNS=config.columns,
             DEPTH=config.depth,
-            EARLY=early,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
-            **({"launch_pdl": True} if early else {}),
+            **overlap,
         )
         return result
 
@@ -290,11 +272,33 @@ def _launch(
         TOP_K=top_k,
         SIZE=hidden_size,
         BLOCK=block,
-        EARLY=early,
         num_warps=ELEMENTWISE.num_warps,
-        **({"launch_pdl": True} if early else {}),
+        **overlap,
     )
     return out
+
+
+def _check(x: Tensor, matrices: tuple[_Weights, _Weights], activation: Activation) -> None:
+    """Raise ValueError where the kernels do not take these matrices."""
+    (gate_up, gate_up_bias), (down, down_bias) = matrices
+    hidden_size, num_experts, inner_size = x.shape[1], gate_up.shape[0], down.shape[2]
+    first_size = inner_size if activation in _UNGATED else 2 * inner_size
+    for name, given, shape in (
+        ("gate_up", gate_up, (num_experts, first_size, hidden_size)),
+        ("down", down, (num_experts, hidden_size, inner_size)),
+        ("gate_up_bias", gate_up_bias, (num_experts, first_size)),
+        ("down_bias", down_bias, (num_experts, hidden_size)),
+    ):
+        if given is not None and (given.shape != shape or not given.is_contiguous()):
+            raise ValueError(f"{name} must be contiguous {[*shape]}, but is {[*given.shape]}")
+    dtypes = [given.dtype if isinstance(given, Tensor) else x.dtype for given in (gate_up, down)]
+    if dtypes != [x.dtype] * 2:
+        raise ValueError(f"x, gate_up and down are {x.dtype}, {dtypes[0]} and {dtypes[1]}")
+    if isinstance(gate_up, ScaledE4M3) is not isinstance(down, ScaledE4M3):
+        raise ValueError(f"gate_up and down are {type(gate_up).__name__} and {type(down).__name__}")
+    in_words = [isinstance(given, Mxfp4) and given.in_words for given in (gate_up, down)]
+    if any(in_words) and not (all(in_words) and takes_words(gpu_of(x.device), x.dtype)):
+        raise ValueError("matrices in words are for bfloat16 on Hopper, both of them")
 
 
 def _parts_of(matrices: Matrices) -> tuple[Tensor, Tensor | None]:

@@ -22,7 +22,11 @@ from triton_ops.recurrent.rows import (
     StateRows,
     begun_states,
     check_exact,
+    check_heads,
+    check_shapes,
+    check_states,
     go_through,
+    in_chunks,
     leave_states,
 )
 from triton_ops.recurrent.softplus import softplus
@@ -195,15 +199,8 @@ def _in_chunks(state: Tensor, at: _Tokens) -> tuple[Tensor, Tensor]:
     """
     length = len(at.q)
     size = min(CHUNK, length)
-    num_chunks = cdiv(length, size)
-
-    def cut(x: Tensor) -> Tensor:
-        """`[L, heads, ...]` as `[heads, chunks, size, ...]`; tokens beyond the end add and decay nothing."""
-        padded = x.new_zeros(num_chunks * size, *x.shape[1:])
-        padded[:length] = x
-        return padded.view(num_chunks, size, *x.shape[1:]).movedim(2, 0)
-
-    q, k, v, beta, sums = cut(at.q), cut(at.k), cut(at.v), cut(at.beta), cut(at.log_decay).cumsum(2)
+    q, k, v, beta, sums = (in_chunks(x, size) for x in (at.q, at.k, at.v, at.beta, at.log_decay))
+    sums = sums.cumsum(2)
     later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu_(1)
     between = (sums[..., :, None] - sums[..., None, :]).masked_fill_(later, -torch.inf).exp_()
     system = beta[..., None] * between * (k @ k.mT)  # its diagonal, which is not 1, is not read
@@ -216,7 +213,7 @@ def _in_chunks(state: Tensor, at: _Tokens) -> tuple[Tensor, Tensor]:
     k = (sums[..., -1:] - sums).exp()[..., None] * k
     whole = sums[..., -1].exp()[..., None, None]
     out = torch.empty_like(v)
-    for c in range(num_chunks):
+    for c in range(v.shape[1]):
         added = own[:, c] - per_state[:, c] @ state
         out[:, c] = q[:, c] @ state + inside[:, c] @ added
         state = whole[:, c] * state + k[:, c].mT @ added
@@ -302,10 +299,7 @@ def _launch(
             num_warps=config.within_warps,
         )
         delta_across_kernel[(num_extends * num_heads * cdiv(v_dim, config.block_v),)](
-            start_loc=rows.start_loc,
-            lens=rows.lens,
-            read_from=rows.read_from,
-            write_to=rows.write_to,
+            **rows.numbers(),
             **queries_and_keys,
             **columns,
             **parts,
@@ -321,10 +315,7 @@ def _launch(
         if deterministic:
             block_v, num_warps = token_by_token_config(gpu, k_dim, v_dim)
         delta_step_kernel[(num_steps * num_heads * cdiv(v_dim, block_v),)](
-            start_loc=rows.start_loc[num_extends:],
-            lens=rows.lens[num_extends:],
-            read_from=rows.read_from[num_extends:],
-            write_to=rows.write_to[num_extends:],
+            **rows.numbers(num_extends),
             **queries_and_keys,
             **gates,
             **columns,
@@ -340,31 +331,17 @@ def _launch(
 def _check(
     q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, states: Tensor
 ) -> None:
-    for name, heads in (("q", q), ("k", k), ("v", v)):
-        if heads.dim() != 3 or (heads.numel() and heads.stride(2) != 1):
-            raise ValueError(
-                f"{name} must be [T, heads, size], elements of a head side by side, but is {[*heads.shape]} with "
-                f"strides {[*heads.stride()]}"
-            )
+    check_heads(q=q, k=k, v=v)
     num_tokens, num_v_heads, v_dim = v.shape
     num_k_heads, k_dim = k.shape[1:]
     if num_k_heads == 0 or num_v_heads == 0 or num_v_heads % num_k_heads:
         raise ValueError(f"{num_v_heads} value heads are no multiple of {num_k_heads} key heads")
-    wanted = {
-        "q": (q, [num_tokens, num_k_heads, k_dim]),
-        "k": (k, [num_tokens, num_k_heads, k_dim]),
-        "v": (v, [num_tokens, num_v_heads, v_dim]),
-        "a": (a, [num_tokens, num_v_heads]),
-        "b": (b, [num_tokens, num_v_heads]),
-    }
-    for name, (tensor, shape) in wanted.items():
-        if [*tensor.shape] != shape or tensor.dtype != q.dtype:
-            raise ValueError(f"{name} must be {shape} in {q.dtype}, but is {[*tensor.shape]} in {tensor.dtype}")
-    for name, vector in (("a_log", a_log), ("dt_bias", dt_bias)):
-        if [*vector.shape] != [num_v_heads] or not vector.is_contiguous():
-            raise ValueError(f"{name} must be contiguous [{num_v_heads}], but is {[*vector.shape]}")
-    if [*states.shape[1:]] != [num_v_heads, k_dim, v_dim] or len(states) == 0 or not states[0].is_contiguous():
-        raise ValueError(
-            f"states must be [num_states, {num_v_heads}, {k_dim}, {v_dim}], each contiguous, but are "
-            f"{[*states.shape]} with strides {[*states.stride()]}"
-        )
+    check_shapes(
+        q.dtype,
+        q=(q, [num_tokens, num_k_heads, k_dim]),
+        k=(k, [num_tokens, num_k_heads, k_dim]),
+        v=(v, [num_tokens, num_v_heads, v_dim]),
+        a=(a, [num_tokens, num_v_heads]),
+        b=(b, [num_tokens, num_v_heads]),
+    )
+    check_states(states, [num_v_heads, k_dim, v_dim], a_log=a_log, dt_bias=dt_bias)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from triton_ops.implementation import tl, triton
+from triton_ops.implementation import cdiv, tl, triton
 
 ZERO_STATE = 0  # rows that begin with it begin with zeros; what they leave in it nobody reads
 
@@ -34,13 +34,7 @@ class StateRows:
     num_extends: int
 
     def __post_init__(self) -> None:
-        fields = {
-            "start_loc": self.start_loc,
-            "lens": self.lens,
-            "read_from": self.read_from,
-            "write_to": self.write_to,
-        }
-        for name, field in fields.items():
+        for name, field in self.numbers().items():
             if field.dim() != 1 or field.dtype != torch.int32 or not field.is_contiguous():
                 raise ValueError(
                     f"{name} must be contiguous [B] in torch.int32, but is {[*field.shape]} in {field.dtype}"
@@ -49,6 +43,16 @@ class StateRows:
                 raise ValueError(f"{name} has {len(field)} rows, but lens has {len(self.lens)}")
         if not 0 <= self.num_extends <= len(self.lens):
             raise ValueError(f"num_extends must be from 0 to the {len(self.lens)} rows, but is {self.num_extends}")
+
+    def numbers(self, first: int = 0) -> dict[str, Tensor]:
+        """Those of the rows from `first` on, by their names."""
+        numbers = {
+            "start_loc": self.start_loc,
+            "lens": self.lens,
+            "read_from": self.read_from,
+            "write_to": self.write_to,
+        }
+        return {name: field[first:] for name, field in numbers.items()} if first else numbers
 
     def tolist(self) -> list[list[int]]:
         """First token, number of tokens and both states of each row. On a GPU this waits for the device."""
@@ -96,6 +100,43 @@ def go_through(states: Tensor, rows: StateRows, step: Callable[[Tensor, Tensor],
         live = (lens > nth).nonzero().squeeze(1)
         at[live] = step(at[live], start_loc[live] + nth)
     leave_states(states, write_to[lens > 0], at[lens > 0])
+
+
+def in_chunks(x: Tensor, size: int) -> Tensor:
+    """`[L, heads, ...]` of a sequence as `[heads, chunks, size, ...]`; tokens beyond the end are zeros."""
+    num_chunks = cdiv(len(x), size)
+    padded = x.new_zeros(num_chunks * size, *x.shape[1:])
+    padded[: len(x)] = x
+    return padded.view(num_chunks, size, *x.shape[1:]).movedim(2, 0)
+
+
+def check_heads(**named: Tensor) -> None:
+    """Raise ValueError unless each is `[T, heads, size]`, elements of a head side by side."""
+    for name, heads in named.items():
+        if heads.dim() != 3 or (heads.numel() and heads.stride(2) != 1):
+            raise ValueError(
+                f"{name} must be [T, heads, size], elements of a head side by side, but is {[*heads.shape]} with "
+                f"strides {[*heads.stride()]}"
+            )
+
+
+def check_shapes(dtype: torch.dtype, **named: tuple[Tensor, list[int]]) -> None:
+    """Raise ValueError unless each is of its shape, in `dtype`."""
+    for name, (tensor, shape) in named.items():
+        if [*tensor.shape] != shape or tensor.dtype != dtype:
+            raise ValueError(f"{name} must be {shape} in {dtype}, but is {[*tensor.shape]} in {tensor.dtype}")
+
+
+def check_states(states: Tensor, shape: list[int], **vectors: Tensor) -> None:
+    """Raise ValueError unless a state has this shape, `[num_heads, ...]`, and vectors a number for each head."""
+    for name, vector in vectors.items():
+        if [*vector.shape] != shape[:1] or not vector.is_contiguous():
+            raise ValueError(f"{name} must be contiguous {shape[:1]}, but is {[*vector.shape]}")
+    if [*states.shape[1:]] != shape or len(states) == 0 or not states[0].is_contiguous():
+        raise ValueError(
+            f"states must be [num_states, {', '.join(map(str, shape))}], each contiguous, but are "
+            f"{[*states.shape]} with strides {[*states.stride()]}"
+        )
 
 
 def check_exact(states: Tensor, dtype: torch.dtype) -> None:

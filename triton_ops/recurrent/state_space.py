@@ -15,7 +15,11 @@ from triton_ops.recurrent.rows import (
     StateRows,
     begun_states,
     check_exact,
+    check_heads,
+    check_shapes,
+    check_states,
     go_through,
+    in_chunks,
     leave_states,
 )
 from triton_ops.recurrent.softplus import softplus
@@ -191,23 +195,15 @@ def _in_chunks(state: Tensor, at: _Tokens) -> tuple[Tensor, Tensor]:
     """
     length = len(at.added)
     size = min(CHUNK, length)
-    num_chunks = cdiv(length, size)
-
-    def cut(x: Tensor) -> Tensor:
-        """`[L, heads, ...]` as `[heads, chunks, size, ...]`; tokens beyond the end add and decay nothing."""
-        padded = x.new_zeros(num_chunks * size, *x.shape[1:])
-        padded[:length] = x
-        return padded.view(num_chunks, size, *x.shape[1:]).movedim(2, 0)
-
-    added, b, c = cut(at.added), cut(at.b), cut(at.c)
-    sums = cut(at.log_decay).double().cumsum(2)  # of large ones, whose small differences count
+    added, b, c = in_chunks(at.added, size), in_chunks(at.b, size), in_chunks(at.c, size)
+    sums = in_chunks(at.log_decay, size).double().cumsum(2)  # of large ones, whose small differences count
     later = torch.ones(size, size, dtype=torch.bool, device=b.device).triu_(1)
     between = (sums[..., :, None] - sums[..., None, :]).to(b.dtype).masked_fill_(later, -torch.inf).exp_()
     read = (between * (c @ b.mT)) @ added
     c = sums.to(b.dtype).exp()[..., None] * c
     b = (sums[..., -1:] - sums).to(b.dtype).exp()[..., None] * b
     whole = sums[..., -1].to(b.dtype).exp()[..., None, None]
-    for n in range(num_chunks):
+    for n in range(read.shape[1]):
         read[:, n] += c[:, n] @ state
         state = whole[:, n] * state + b[:, n].mT @ added[:, n]
     return read.movedim(0, 2).flatten(0, 1)[:length], state
@@ -288,10 +284,7 @@ def _launch(
         )
         state_space_across_kernel[(num_extends * num_heads * cdiv(v_dim, config.block_v),)](
             products=products,
-            start_loc=rows.start_loc,
-            lens=rows.lens,
-            read_from=rows.read_from,
-            write_to=rows.write_to,
+            **rows.numbers(),
             **keys,
             **heads,
             BLOCK_V=config.block_v,
@@ -305,10 +298,7 @@ def _launch(
         if deterministic:
             block_v, num_warps = token_by_token_config(gpu, k_dim, v_dim)
         state_space_step_kernel[(num_steps * num_heads * cdiv(v_dim, block_v),)](
-            start_loc=rows.start_loc[num_extends:],
-            lens=rows.lens[num_extends:],
-            read_from=rows.read_from[num_extends:],
-            write_to=rows.write_to[num_extends:],
+            **rows.numbers(num_extends),
             **keys,
             **heads,
             BLOCK_V=block_v,
@@ -322,29 +312,15 @@ def _launch(
 def _check(
     x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a_log: Tensor, d: Tensor, dt_bias: Tensor, states: Tensor
 ) -> None:
-    for name, heads in (("x", x), ("b", b), ("c", c)):
-        if heads.dim() != 3 or (heads.numel() and heads.stride(2) != 1):
-            raise ValueError(
-                f"{name} must be [T, heads, size], elements of a head side by side, but is {[*heads.shape]} with "
-                f"strides {[*heads.stride()]}"
-            )
+    check_heads(x=x, b=b, c=c)
     num_tokens, num_heads, v_dim = x.shape
     num_groups, k_dim = b.shape[1:]
     if num_groups == 0 or num_heads == 0 or num_heads % num_groups:
         raise ValueError(f"{num_heads} heads are no multiple of {num_groups} groups")
-    wanted = {
-        "dt": (dt, [num_tokens, num_heads]),
-        "b": (b, [num_tokens, num_groups, k_dim]),
-        "c": (c, [num_tokens, num_groups, k_dim]),
-    }
-    for name, (tensor, shape) in wanted.items():
-        if [*tensor.shape] != shape or tensor.dtype != x.dtype:
-            raise ValueError(f"{name} must be {shape} in {x.dtype}, but is {[*tensor.shape]} in {tensor.dtype}")
-    for name, vector in (("a_log", a_log), ("d", d), ("dt_bias", dt_bias)):
-        if [*vector.shape] != [num_heads] or not vector.is_contiguous():
-            raise ValueError(f"{name} must be contiguous [{num_heads}], but is {[*vector.shape]}")
-    if [*states.shape[1:]] != [num_heads, k_dim, v_dim] or len(states) == 0 or not states[0].is_contiguous():
-        raise ValueError(
-            f"states must be [num_states, {num_heads}, {k_dim}, {v_dim}], each contiguous, but are "
-            f"{[*states.shape]} with strides {[*states.stride()]}"
-        )
+    check_shapes(
+        x.dtype,
+        dt=(dt, [num_tokens, num_heads]),
+        b=(b, [num_tokens, num_groups, k_dim]),
+        c=(c, [num_tokens, num_groups, k_dim]),
+    )
+    check_states(states, [num_heads, k_dim, v_dim], a_log=a_log, d=d, dt_bias=dt_bias)

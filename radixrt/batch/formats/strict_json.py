@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
-from typing import NoReturn
 
-from radixrt.checks import short
+from radixrt.checks import object_of, refuse_constant, short
 
 _LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
@@ -56,10 +54,6 @@ def nests_deeper(value: object, limit: int) -> bool:
     return bool(level)
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
-
-
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
@@ -67,12 +61,4 @@ def _finite(text: str) -> float:
     return value
 
 
-def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"key {short(repr(key))} appears twice")
-    return value
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_object)
+_DECODER = json.JSONDecoder(parse_constant=refuse_constant, parse_float=_finite, object_pairs_hook=object_of)

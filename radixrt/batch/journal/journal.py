@@ -27,6 +27,7 @@ from radixrt.batch.journal.journal_format import (
 )
 from radixrt.batch.journal.manifest import Manifest, differences
 from radixrt.errors import BatchFileError, JournalError
+from radixrt.files.atomic_file import partial_path
 from radixrt.files.disk import Disk, refusal
 
 SYNC_RECORDS = 256  # a sync comes after this many records at the latest,
@@ -94,17 +95,12 @@ def create_journal(path: Path, manifest: Manifest, disk: Disk) -> None:
 
     The folder is not made durable. Raises JournalError if the disk refuses.
     """
-    partial = partial_journal(path)
+    partial = partial_path(path)
     try:
         disk.write_file(partial, iter([header_line(manifest)]))
         disk.replace(partial, path)
     except OSError as error:
         raise JournalError(f"cannot write {path}: {refusal(error)}") from error
-
-
-def partial_journal(path: Path) -> Path:
-    """The path of a journal until it is whole."""
-    return path.with_name(path.name + ".partial")
 
 
 class Journal:

@@ -8,12 +8,12 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
-from radixrt.batch.journal.journal import Journal, Kept, create_journal, partial_journal, read_kept
+from radixrt.batch.journal.journal import Journal, Kept, create_journal, read_kept
 from radixrt.batch.journal.manifest import Manifest
 from radixrt.batch.journal.run_lock import RunLock
 from radixrt.errors import BatchFileError, JournalError
+from radixrt.files.atomic_file import partial_path
 from radixrt.files.disk import DISK, Disk, file_error, refusal
 
 _CHUNK_BYTES = 2**20  # written at once
@@ -66,9 +66,7 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         try:
             if self._journal is not None:
                 self._journal.close()
@@ -194,7 +192,7 @@ class RunFolder:
         """Remove all that is radixrt's, and the folder unless something else is in it. The journal goes last."""
         with contextlib.suppress(FileNotFoundError):
             self._disk.remove_tree(self.scratch)
-        for path in (self._merged_path, partial_journal(self._journal_path)):
+        for path in (self._merged_path, partial_path(self._journal_path)):
             self._unlink(path)
         has_journal = self._disk.exists(self._journal_path)
         if has_journal:

@@ -8,9 +8,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
+import numpy as np
+
+from radixrt.arrays import BoolArray
 from radixrt.batch.journal.waiting_lines import WaitingLines
 from radixrt.errors import BatchFileError, ReaderGoneError
 from radixrt.files.standard import STANDARD, place_name
@@ -24,8 +26,7 @@ class StandardOutput:
     Leaving the context prints the lines that wait after a gap, in order. Standard output itself stays open.
 
     Attributes:
-        num_lines: N.
-        printed: lines written so far.
+        durable: lines written so far.
 
     Args:
         folder: for a file of waiting lines, of at most the size of all lines.
@@ -39,8 +40,8 @@ class StandardOutput:
 
     def __init__(self, folder: Path, num_lines: int) -> None:
         self._waiting = WaitingLines(folder / _WAITING_FILE, num_lines)
-        self.num_lines = num_lines
-        self.printed = 0
+        self._num_lines = num_lines
+        self.durable = 0
         try:
             self._file = _own_file()
         except OSError as error:
@@ -49,33 +50,40 @@ class StandardOutput:
     def __enter__(self) -> StandardOutput:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with closing(self._waiting):
             if not self._file.closed:
                 with self._refusals(), self._file:
                     for position in self._waiting.positions():
                         self._print(self._waiting.take(position))
 
-    def put(self, position: int, line: bytes) -> None:
+    @property
+    def finished(self) -> BoolArray:
+        """No lines: no earlier run has left any."""
+        return np.zeros(self._num_lines, np.bool_)
+
+    def append(self, position: int, line: bytes) -> None:
         """Take the line of `position`, its newline included."""
-        if position != self.printed:
+        if position != self.durable:
             self._waiting.put(position, line)
             return
         with self._refusals():
             self._print(line)
-            while self.printed in self._waiting:
-                self._print(self._waiting.take(self.printed))
+            while self.durable in self._waiting:
+                self._print(self._waiting.take(self.durable))
 
-    def flush(self) -> None:
+    def sync(self) -> None:
         """Hand the printed lines to the operating system, so that readers see them."""
         with self._refusals():
             self._file.flush()
 
+    def sync_if_due(self) -> None:
+        """`sync`, which is always due."""
+        self.sync()
+
     def _print(self, line: bytes) -> None:
         self._file.write(line)
-        self.printed += 1
+        self.durable += 1
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -62,7 +61,7 @@ def planned_decode(inputs: AttentionInputs, plan: AttentionPlan, kv_scale: Tenso
     def run() -> Tensor:
         return decode_attention(inputs.q, kv, plan, scoring, impl="triton")
 
-    return Call(run, _result)
+    return Call(run)
 
 
 def e4m3_inputs(shape: AttentionShape, device: torch.device, copies: int) -> Sequence[AttentionInputs]:
@@ -105,7 +104,7 @@ def our_extend(inputs: AttentionInputs) -> Call:
     def run() -> Tensor:
         return extend_attention(inputs.q, inputs.k, inputs.v, kv, extends, plan, scoring, impl="triton")
 
-    return Call(run, _result)
+    return Call(run)
 
 
 def our_ordered_decode(inputs: AttentionInputs) -> Call:
@@ -124,7 +123,7 @@ def planned_ordered_decode(inputs: AttentionInputs, plan: AttentionPlan) -> Call
     def run() -> Tensor:
         return ordered_decode(inputs.q, kv, inputs.rows, plan, scoring, impl="triton")
 
-    return Call(run, _result)
+    return Call(run)
 
 
 def our_ordered_extend(inputs: AttentionInputs) -> Call:
@@ -139,11 +138,7 @@ def our_ordered_extend(inputs: AttentionInputs) -> Call:
     def run() -> Tensor:
         return ordered_extend(inputs.q, kv, extends, own, scoring, impl="triton")
 
-    return Call(run, _result)
-
-
-def _result(out: Any) -> tuple[Tensor]:
-    return (out,)
+    return Call(run)
 
 
 # Peers that read KV by slots, and peers that need it gathered beforehand.

@@ -95,19 +95,13 @@ def flash_infer_decode(inputs: AttentionInputs) -> Call:
     """FlashInfer's batch decode on tensor cores, with pages of one token; its plan is not timed."""
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper  # type: ignore[import-not-found]
 
-    shape = inputs.shape
     wrapper = BatchDecodeWithPagedKVCacheWrapper(_workspace(inputs), "NHD", use_tensor_cores=True)
     wrapper.plan(
         _offsets(inputs.seq_lens),
         inputs.req_to_token.flatten(),
         torch.ones_like(inputs.seq_lens),
-        shape.num_heads,
-        shape.num_kv_heads,
-        shape.head_dim,
-        1,
-        q_data_type=shape.dtype,
-        kv_data_type=shape.dtype,
-        sm_scale=shape.scale,
+        *_heads(inputs),
+        **_numbers(inputs),
     )
     return _flash_infer_call(wrapper.run, inputs)
 
@@ -116,21 +110,15 @@ def flash_infer_extend(inputs: AttentionInputs, backend: str) -> Call:
     """FlashInfer's batch prefill over pages of one token, the new tokens' among them."""
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
-    shape = inputs.shape
     wrapper = BatchPrefillWithPagedKVCacheWrapper(_workspace(inputs), "NHD", backend=backend)
     wrapper.plan(
         _offsets(inputs.extend_seq_lens),
         _offsets(inputs.seq_lens),
         inputs.req_to_token.flatten(),
         torch.ones_like(inputs.seq_lens),
-        shape.num_heads,
-        shape.num_kv_heads,
-        shape.head_dim,
-        1,
+        *_heads(inputs),
         causal=True,
-        sm_scale=shape.scale,
-        q_data_type=shape.dtype,
-        kv_data_type=shape.dtype,
+        **_numbers(inputs),
     )
     return _flash_infer_call(wrapper.run, inputs)
 
@@ -156,13 +144,8 @@ def flash_infer_cascade(inputs: AttentionInputs, levels: Sequence[tuple[int, int
         offsets,
         pages,
         page_lens,
-        shape.num_heads,
-        shape.num_kv_heads,
-        shape.head_dim,
-        1,
-        sm_scale=shape.scale,
-        q_data_type=shape.dtype,
-        kv_data_type=shape.dtype,
+        *_heads(inputs),
+        **_numbers(inputs),
     )
     return _flash_infer_call(wrapper.run, inputs)
 
@@ -170,10 +153,17 @@ def flash_infer_cascade(inputs: AttentionInputs, levels: Sequence[tuple[int, int
 def _flash_infer_call(run: Callable[..., Any], inputs: AttentionInputs) -> Call:
     pool = (inputs.k_buffer.unsqueeze(1), inputs.v_buffer.unsqueeze(1))  # pages of one token
 
-    def result(out: Any) -> Sequence[Tensor]:
-        return (out,)
+    return Call(lambda: run(inputs.q, pool))
 
-    return Call(lambda: run(inputs.q, pool), result)
+
+def _heads(inputs: AttentionInputs) -> tuple[int, int, int, int]:
+    """Heads of queries and of KV, their size, and that of a page."""
+    return inputs.shape.num_heads, inputs.shape.num_kv_heads, inputs.shape.head_dim, 1
+
+
+def _numbers(inputs: AttentionInputs) -> dict[str, Any]:
+    shape = inputs.shape
+    return {"sm_scale": shape.scale, "q_data_type": shape.dtype, "kv_data_type": shape.dtype}
 
 
 def _offsets(lens: Tensor) -> Tensor:

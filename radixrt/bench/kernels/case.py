@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,11 @@ class PlanFigures:
     shared_items: int
 
 
+def tensors(out: Any) -> Sequence[Tensor]:
+    """What an operation returns, one tensor or several."""
+    return (out,) if isinstance(out, Tensor) else tuple(out)
+
+
 @dataclass(frozen=True)
 class Call:
     """A timed call: `run`. `results` gives the tensors to compare from the value that `run` returned. `plan` has
@@ -41,7 +46,7 @@ class Call:
     """
 
     run: Callable[[], object]
-    results: Callable[[object], Sequence[Tensor]]
+    results: Callable[[Any], Sequence[Tensor]] = tensors
     plan: PlanFigures | None = None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from radixrt.bench.kernels.case import Call, Case, Contender, Expected
+from radixrt.bench.kernels.case import Call, Case, Contender, Expected, tensors
 from radixrt.bench.kernels.roofline import Work
 from triton_ops.activations.gelu_and_mul import gelu_and_mul
 from triton_ops.activations.gelu_fast import gelu_fast
@@ -42,20 +42,20 @@ def _case(
         generator = torch.Generator(device).manual_seed(0)
         return [arguments(device=device, generator=generator) for _ in range(copies)]
 
-    def expected(tensors: Arguments) -> Expected:
+    def expected(given: Arguments) -> Expected:
         # In float32, so that the kernel's rounding shows as error, and on copies, as some are written in place.
-        wide = [x.float() if x.dtype == DTYPE else x for x in tensors]
-        return Expected(_tensors(operation(*wide, impl="torch", **options)))
+        wide = [x.float() if x.dtype == DTYPE else x for x in given]
+        return Expected(tensors(operation(*wide, impl="torch", **options)))
 
-    def ours(tensors: Arguments) -> Call:
-        return Call(lambda: operation(*tensors, impl="triton", **options), _tensors)
+    def ours(given: Arguments) -> Call:
+        return Call(lambda: operation(*given, impl="triton", **options))
 
-    def compiled(tensors: Arguments) -> Call:
-        def reference(*tensors: Tensor) -> Any:
-            return operation(*tensors, impl="torch", **options)
+    def compiled(given: Arguments) -> Call:
+        def reference(*given: Tensor) -> Any:
+            return operation(*given, impl="torch", **options)
 
         made = torch.compile(reference, dynamic=False)
-        return Call(lambda: made(*tensors), _tensors)
+        return Call(lambda: made(*given))
 
     return Case(
         "elementwise",
@@ -66,10 +66,6 @@ def _case(
         expected,
         (Contender("radixrt", ours), Contender("torch.compile", compiled, compiles=True)),
     )
-
-
-def _tensors(out: Any) -> Sequence[Tensor]:
-    return (out,) if isinstance(out, Tensor) else tuple(out)
 
 
 def _random(*shapes: tuple[int, ...], device: torch.device, generator: torch.Generator) -> Arguments:

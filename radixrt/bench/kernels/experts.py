@@ -39,10 +39,7 @@ def _mix(inputs: ExpertInputs, x: Tensor, gate_up: Matrices, down: Matrices, **o
 
 
 def _call(inputs: ExpertInputs, gate_up: Matrices, down: Matrices) -> Call:
-    def results(out: Any) -> Sequence[Tensor]:
-        return (out,)
-
-    return Call(lambda: _mix(inputs, inputs.x, gate_up, down, impl="triton"), results)
+    return Call(lambda: _mix(inputs, inputs.x, gate_up, down, impl="triton"))
 
 
 def _packed(inputs: ExpertInputs) -> Call:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,13 +43,7 @@ def _cublas(inputs: LinearInputs) -> Call:
 
 
 def _call(project: Callable[[], Tensor], inputs: LinearInputs) -> Call:
-    def results(out: Any) -> Sequence[Tensor]:
-        return tuple(out)
-
-    return Call(
-        lambda: add_rms_norm(project(), inputs.residual, inputs.norm_weight, EPS, impl="triton"),
-        results,
-    )
+    return Call(lambda: add_rms_norm(project(), inputs.residual, inputs.norm_weight, EPS, impl="triton"))
 
 
 def _expected(inputs: LinearInputs) -> Expected:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,15 +38,8 @@ class E4M3Inputs:
     weight: Tensor
 
 
-def _call(project: Callable[[], Tensor]) -> Call:
-    def results(out: Any) -> Sequence[Tensor]:
-        return (out,)
-
-    return Call(project, results)
-
-
 def _ours(inputs: E4M3Inputs) -> Call:
-    return _call(lambda: e4m3_linear(inputs.x, inputs.codes, inputs.scale, impl="triton"))
+    return Call(lambda: e4m3_linear(inputs.x, inputs.codes, inputs.scale, impl="triton"))
 
 
 def _by(product: Callable[..., Tensor], inputs: E4M3Inputs) -> Call:
@@ -55,11 +47,11 @@ def _by(product: Callable[..., Tensor], inputs: E4M3Inputs) -> Call:
         codes, scale = quantise_rows(inputs.x, groups=inputs.scale.dim() == 2, impl="triton")
         return product(codes, scale, inputs.codes, inputs.scale, None, inputs.x.dtype)
 
-    return _call(project)
+    return Call(project)
 
 
 def _unquantised(inputs: E4M3Inputs) -> Call:
-    return _call(lambda: nn.functional.linear(inputs.x, inputs.weight))
+    return Call(lambda: nn.functional.linear(inputs.x, inputs.weight))
 
 
 def _expected(inputs: E4M3Inputs) -> Expected:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
-from types import TracebackType
 
 from radixrt.files.atomic_file import AtomicFile
 from radixrt.server.files.record import FileRecord
@@ -118,11 +117,9 @@ class Draft:
     def __enter__(self) -> Draft:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         try:
-            self._file.__exit__(kind, error, trace)
+            self._file.__exit__(*error)
         finally:
             self._store._end_draft(self.size)
 

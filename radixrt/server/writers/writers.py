@@ -18,7 +18,6 @@ import os
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from radixrt.errors import RadixrtError
@@ -85,9 +84,7 @@ class StreamWriters:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for writer in self.processes:
             writer.end()
 

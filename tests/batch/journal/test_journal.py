@@ -38,7 +38,6 @@ from tests.support.simulated_batch import Witness, answer, manifest, run
 from tests.support.simulated_disk import Killed, Machine, Nth, Process, no_fault
 
 OUTPUT = Path("/answers.jsonl")
-JOURNAL = Path("/answers.jsonl.run/journal")
 ALONE = Path("/journal")  # of tests without a folder
 
 

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 import radixrt
 from radixrt.batch.job import run_batch
-from radixrt.batch.journal.sinks import StreamSink
 from radixrt.batch.journal.standard_output import StandardOutput
 from radixrt.errors import BatchFileError, JournalError
 from tests.support.fake_runtime import FakeRuntime
@@ -28,8 +27,8 @@ HOME = Path(radixrt.__file__).resolve().parent.parent
 def test_lines_come_in_order_and_at_once(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     with StandardOutput(tmp_path, 7) as output:
         for position, shown in ((1, b""), (0, b"0\xff\n1\xff\n"), (3, b""), (2, b"2\xff\n3\xff\n"), (5, b"")):
-            output.put(position, b"%d\xff\n" % position)
-            output.flush()
+            output.append(position, b"%d\xff\n" % position)
+            output.sync()
             assert capfdbinary.readouterr().out == shown
     os.write(1, b"behind\n")  # it is not closed
     assert capfdbinary.readouterr().out == b"5\xff\nbehind\n"
@@ -42,13 +41,12 @@ def test_any_order_gives_one_order(
 ) -> None:
     """Also if it is left before all lines are there, by an exception as well."""
     with suppress(KeyboardInterrupt), StandardOutput(tmp_path, 12) as output:
-        sink = StreamSink(output)
         for done, position in enumerate(order[:count], 1):
-            sink.put(position, b"%d\n" % position)
+            output.append(position, b"%d\n" % position)
             gap = next((place for place in range(12) if place not in order[:done]), 12)
-            assert sink.durable == gap  # what waits may be lost
+            assert output.durable == gap  # what waits may be lost
         raise KeyboardInterrupt
-    assert sink.durable == count
+    assert output.durable == count
     assert capfdbinary.readouterr().out == b"".join(b"%d\n" % position for position in sorted(order[:count]))
 
 
@@ -59,7 +57,7 @@ def test_what_waits_takes_no_memory(tmp_path: Path, capfdbinary: pytest.CaptureF
     try:
         with StandardOutput(tmp_path, 60) as output:
             for position in [*range(19, -1, -1), *range(39, 20, -1)]:
-                output.put(position, bytes([65 + position]) * 2**20)
+                output.append(position, bytes([65 + position]) * 2**20)
                 sizes.append(sum(path.stat().st_size for path in tmp_path.iterdir()) // 2**20)
         most = tracemalloc.get_traced_memory()[1]
     finally:
@@ -74,23 +72,23 @@ def test_a_disk_with_no_room_for_what_waits(tmp_path: Path, capfdbinary: pytest.
     """What has found room is printed, whole."""
     refused = pytest.raises(JournalError, match="waiting: File too large; raise the limit")
     with StandardOutput(tmp_path, 5) as output:
-        output.put(4, b"four\n")
+        output.append(4, b"four\n")
         with file_limit(10), refused:
-            output.put(2, b"two, and too long\n")
-        output.put(3, b"three\n")
+            output.append(2, b"two, and too long\n")
+        output.append(3, b"three\n")
     assert capfdbinary.readouterr().out == b"three\nfour\n"
     with pytest.raises(BatchFileError, match=r"cannot write .*waiting: Not a directory") as caught:
-        StandardOutput(tmp_path / "waiting", 2).put(1, b"x")
+        StandardOutput(tmp_path / "waiting", 2).append(1, b"x")
     assert caught.type is BatchFileError
 
 
 def test_what_waited_and_has_gone(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     gone = pytest.raises(JournalError, match=r"cannot read .*waiting: the file is cut short; see to the disk")
     with gone, StandardOutput(tmp_path, 3) as output:
-        output.put(1, b"one\n")
-        output.put(2, b"two\n")
+        output.append(1, b"one\n")
+        output.append(2, b"two\n")
         os.truncate(tmp_path / "waiting", 4)
-        output.put(0, b"zero\n")
+        output.append(0, b"zero\n")
     assert capfdbinary.readouterr().out == b"zero\none\n"
 
 
@@ -101,7 +99,7 @@ from pathlib import Path
 from radixrt.batch.journal.standard_output import StandardOutput
 print("before")
 with StandardOutput(Path(sys.argv[1]), 1) as output:
-    output.put(0, b"record\\n")
+    output.append(0, b"record\\n")
 print("behind")
 """
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
@@ -130,7 +128,7 @@ from radixrt.errors import BatchFileError
 try:
     with StandardOutput(Path(sys.argv[1]), 100_000) as output:
         for position in range(100_000):
-            output.put(position, b"x" * 100)
+            output.append(position, b"x" * 100)
 except BatchFileError as error:
     sys.stderr.write(str(error))
     sys.exit(2)
@@ -158,7 +156,7 @@ import sys
 from pathlib import Path
 from radixrt.batch.journal.standard_output import StandardOutput
 with StandardOutput(Path(sys.argv[1]), 2) as output:
-    output.put(1, b"record\\n")  # it waits, and is tried when it is left
+    output.append(1, b"record\\n")  # it waits, and is tried when it is left
 """
     with open("/dev/full", "wb") as full:
         result = subprocess.run(

@@ -404,28 +404,10 @@ class World:
         self,
         prompt: Sequence[int],
         max_new_tokens: int = 4,
-        *,
-        stop_ids: frozenset[int] = frozenset(),
-        namespace: Namespace | None = None,
-        n: int = 1,
-        scored_from: int | None = None,
-        priority: int = 0,
-        yields: bool = False,
-        form: Form | None = None,
+        **options: Any,
     ) -> Answer | None:
-        """Queue a request; None if it can never run."""
-        request = self.request(
-            prompt,
-            max_new_tokens,
-            stop_ids=stop_ids,
-            namespace=namespace,
-            n=n,
-            scored_from=scored_from,
-            priority=priority,
-            yields=yields,
-            form=form,
-        )
-        return next(iter(self.submit_all([request])), None)
+        """Queue a request, made by `request`; None if it can never run."""
+        return next(iter(self.submit_all([self.request(prompt, max_new_tokens, **options)])), None)
 
     def submit_all(self, requests: Sequence[Request], *, in_order: bool | None = None) -> list[Answer]:
         """Queue, as known together, those of the requests that can run."""

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from tests.support.elementwise_cases import KERNEL_DTYPES, assert_same, random
+from tests.support.elementwise_cases import KERNEL_DTYPES, assert_same
+from tests.support.random_tensors import random
 from triton_ops.activations.clamped_swiglu import clamped_swiglu
 from triton_ops.activations.gelu_and_mul import gelu_and_mul
 from triton_ops.activations.gelu_fast import gelu_fast

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
+from tests.support.random_tensors import random
 from triton_ops.activations.quantised_rows import QuantisedRows, quantise_rows
 from triton_ops.activations.silu_and_mul import quantised_silu_and_mul, silu_and_mul
 from triton_ops.e4m3 import E4M3, FIRST_CAPABILITY
@@ -21,13 +21,6 @@ DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytes
 def _has_e4m3(kernel_device: torch.device) -> None:
     if gpu_of(kernel_device).capability < FIRST_CAPABILITY:
         pytest.skip("this GPU has no e4m3")
-
-
-def random(
-    *shape: int, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu", seed: int = 0
-) -> Tensor:
-    values = torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
-    return values.to(device, dtype)
 
 
 def assert_same(rows: QuantisedRows, expected: QuantisedRows) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.elementwise_cases import DTYPES, assert_matches, random
+from tests.support.elementwise_cases import DTYPES, assert_matches
+from tests.support.random_tensors import random
 from triton_ops.activations.clamped_swiglu import clamped_swiglu
 from triton_ops.activations.gelu_and_mul import gelu_and_mul
 from triton_ops.activations.silu_and_mul import silu_and_mul

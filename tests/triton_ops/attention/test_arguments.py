@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 
 from tests.support.attention_cases import packed_qkv, shared_extends, shared_plan
 from tests.support.attention_checks import (
-    POOL,
     RUNS,
     SCALE,
     assert_matches,
@@ -27,37 +25,13 @@ from tests.support.attention_checks import (
     require_plain,
     share,
 )
-from tests.support.interpreter import require_interpreter
 from triton_ops.attention.arguments import Scoring
 from triton_ops.attention.decode import decode_attention
 from triton_ops.attention.dense import dense_attention
 from triton_ops.attention.extend import Extends, extend_attention
 from triton_ops.attention.plan import AttentionPlan, ExtendPlan
-from triton_ops.e4m3 import FIRST_CAPABILITY
-from triton_ops.implementation import Impl, gpu_of
 from triton_ops.kv.kv_store import kv_store
 from triton_ops.kv.view import KVView
-
-
-@pytest.fixture(scope="module", params=["torch", "triton"])
-def impl(request: pytest.FixtureRequest, device: torch.device) -> Iterator[Impl]:
-    """What the functions below run: the reference, or the kernel, on a CPU in Triton's interpreter."""
-    if request.param == "triton" and device.type == "cpu":
-        require_interpreter()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(RUNS, "impl", request.param)
-        yield request.param
-
-
-@pytest.fixture(scope="module", params=["plain", "e4m3"])
-def pool(request: pytest.FixtureRequest, device: torch.device, impl: Impl) -> Iterator[None]:
-    """What the pools of `make_case` hold: numbers of the queries' dtype, or e4m3."""
-    if request.param == "e4m3" and impl == "triton" and gpu_of(device).capability < FIRST_CAPABILITY:
-        pytest.skip("this GPU does not know e4m3")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(POOL, "e4m3", request.param == "e4m3")
-        yield
-
 
 pytestmark = pytest.mark.usefixtures("impl", "pool")
 

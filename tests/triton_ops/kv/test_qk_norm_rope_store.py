@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.elementwise_cases import KERNEL_DTYPES, assert_same, random
+from tests.support.elementwise_cases import KERNEL_DTYPES, assert_same
+from tests.support.random_tensors import random
 from triton_ops.e4m3 import E4M3, in_float16, quantise
 from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, qk_norm_rope_store
 from triton_ops.kv.view import KVView

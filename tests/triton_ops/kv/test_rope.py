@@ -7,7 +7,8 @@ import torch
 
 from layers.rotary import RopeParameters
 from tests.support.attention_cases import packed_qkv
-from tests.support.elementwise_cases import DTYPES, TOLERANCE, random
+from tests.support.elementwise_cases import DTYPES, TOLERANCE
+from tests.support.random_tensors import random
 from triton_ops.kv.rope import apply_rotary
 
 pytestmark = pytest.mark.usefixtures("device")

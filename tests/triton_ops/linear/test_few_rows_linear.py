@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
+from tests.support.random_tensors import random
 from triton_ops.activations.silu_and_mul import silu_and_mul
 from triton_ops.implementation import GPU
 from triton_ops.linear.few_rows_linear import few_rows_linear
@@ -18,10 +19,6 @@ from triton_ops.tuning import FewRowsConfig, few_rows_config
 DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 SMALL = FewRowsConfig(rows=16, columns=16, depth=32, stages=2)
 H100 = GPU(capability=90, num_sms=132)
-
-
-def random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
 def assert_good(x: Tensor, weight: Tensor, config: FewRowsConfig, *, gated: bool) -> None:

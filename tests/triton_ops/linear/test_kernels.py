@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.random_tensors import random
 from triton_ops.implementation import GPU
 from triton_ops.linear.split_k_linear import split_k_linear
 from triton_ops.norms.rms_norm import add_rms_norm
@@ -15,11 +16,6 @@ from triton_ops.tuning import SplitKConfig, split_k_config
 
 # The interpreter does not know bfloat16.
 DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
-
-
-def random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
-    values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-    return values.to(device, dtype)
 
 
 def assert_same(x: Tensor, weight: Tensor, config: SplitKConfig) -> None:

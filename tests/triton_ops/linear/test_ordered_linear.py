@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 
 from layers.products import compare_products, revealing_inputs
 from tests.support.interpreter import require_interpreter
+from tests.support.random_tensors import random
 from tests.support.row_bits import ROWS, differing_counts, threads
 from triton_ops.implementation import GPU, Impl
 from triton_ops.linear.ordered_linear import ordered_linear, ordered_linear_reference
@@ -20,10 +21,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # The interpreter does not know bfloat16.
 KERNEL_DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-
-
-def random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
 def product_of(

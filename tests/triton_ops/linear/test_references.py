@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.random_tensors import random
 from triton_ops.implementation import GPU, next_power_of_2
 from triton_ops.linear.split_k_linear import split_k_linear
 from triton_ops.tuning import MAX_PARTS, SPLIT_K_COLUMNS, SplitKConfig, row_blocks, split_k_config
@@ -12,10 +13,6 @@ from triton_ops.tuning import MAX_PARTS, SPLIT_K_COLUMNS, SplitKConfig, row_bloc
 pytestmark = pytest.mark.usefixtures("device")
 
 H200 = GPU(capability=90, num_sms=132)
-
-
-def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
+from tests.support.random_tensors import random
 from triton_ops.activations.clamped_swiglu import clamped_swiglu
 from triton_ops.linear.e4m3_linear import quantised_weight
 from triton_ops.moe.e4m3 import ScaledE4M3
@@ -23,10 +23,6 @@ CASES = [  # tokens, experts, top_k, hidden, inner
     pytest.param((300, 8, 2, 384, 256), marks=pytest.mark.gpu),
     pytest.param((4096, 16, 4, 512, 384), marks=pytest.mark.gpu),
 ]
-
-
-def random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
 def random_e4m3(*shape: int, blocks: bool, device: torch.device, seed: int) -> ScaledE4M3:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from layers.products import revealing_inputs
 from tests.support.interpreter import require_interpreter
+from tests.support.random_tensors import random
 from tests.support.row_bits import ROWS, differing_counts
 from triton_ops.activations.clamped_swiglu import clamped_swiglu
 from triton_ops.activations.silu_and_mul import silu_and_mul
@@ -24,11 +25,6 @@ from triton_ops.tuning import MAX_PART_TOKENS
 # The interpreter does not know bfloat16.
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-
-
-def random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
-    values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-    return values.to(device, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from tests.support.random_tensors import random
 from triton_ops.activations.clamped_swiglu import clamped_swiglu
 from triton_ops.activations.silu_and_mul import silu_and_mul
 from triton_ops.implementation import gpu_of
@@ -26,10 +27,6 @@ def random_mxfp4(*shape: int, device: torch.device, scales: tuple[int, int] = (1
     generator, groups = torch.Generator().manual_seed(seed), (*shape[:-1], shape[-1] // GROUP)
     blocks = torch.randint(0, 256, (*groups, GROUP // 2), generator=generator).to(device, torch.uint8)
     return Mxfp4(blocks, torch.randint(*scales, groups, generator=generator).to(device, torch.uint8))
-
-
-def random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
 def as_on_a_gpu(kernel_device: torch.device) -> AbstractContextManager[object]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
+from tests.support.random_tensors import random
 from triton_ops.activations.clamped_swiglu import clamped_swiglu
 from triton_ops.activations.squared_relu import squared_relu
 from triton_ops.moe.moe import moe, moe_reference
@@ -15,10 +15,6 @@ from triton_ops.moe.topk_softmax import topk_softmax
 pytestmark = pytest.mark.usefixtures("device")
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))

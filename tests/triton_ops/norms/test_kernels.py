@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.elementwise_cases import KERNEL_DTYPES, KERNEL_TOLERANCE, assert_same, random
+from tests.support.elementwise_cases import KERNEL_DTYPES, KERNEL_TOLERANCE, assert_same
+from tests.support.random_tensors import random
 from triton_ops.activations.gelu_and_mul import gelu_and_mul
 from triton_ops.activations.gelu_fast import gelu_fast
 from triton_ops.activations.gelu_new import gelu_new

@@ -12,7 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from tests.support.attention_cases import packed_qkv
-from tests.support.elementwise_cases import DTYPES, assert_matches, random
+from tests.support.elementwise_cases import DTYPES, assert_matches
+from tests.support.random_tensors import random
 from triton_ops.norms.rms_norm import add_rms_norm, rms_norm
 
 pytestmark = pytest.mark.usefixtures("device")

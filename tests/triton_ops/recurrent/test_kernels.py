@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.elementwise_cases import KERNEL_DTYPES, assert_same, random
-from tests.support.recurrent_cases import DeltaInputs, expected_conv, state_rows
+from tests.support.elementwise_cases import KERNEL_DTYPES, assert_same
+from tests.support.random_tensors import random
+from tests.support.recurrent_cases import DeltaInputs, assert_close, expected_conv, state_rows
 from triton_ops.recurrent.causal_conv import causal_conv
 from triton_ops.recurrent.gated_delta import gated_delta
 from triton_ops.recurrent.gated_rms_norm import gated_rms_norm, gated_squares
@@ -24,13 +25,6 @@ DELTA_STEP = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 DELTA_CHUNKS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
-def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
-    """To `tolerance` times the greatest element of each head."""
-    if expected.numel():
-        greatest = expected.abs().amax((0, 2) if expected.dim() == 3 else (2, 3), keepdim=True)
-        assert ((actual.double() - expected).abs() / greatest).max() < tolerance
-
-
 def check_delta(inputs: DeltaInputs, rows: StateRows, tolerance: float, state_tolerance: float) -> Tensor:
     """Outputs, and states: those that are left, and all others, which nobody touched. Returns the outputs."""
     expected, states = inputs.expected(rows)
@@ -38,11 +32,7 @@ def check_delta(inputs: DeltaInputs, rows: StateRows, tolerance: float, state_to
     out = gated_delta(**actual.arguments(), rows=rows, impl="triton")
     assert (out.dtype, out.shape) == (inputs.q.dtype, inputs.v.shape)
     assert_close(out, expected, tolerance)
-    left = torch.zeros(len(states), dtype=torch.bool, device=states.device)
-    left[rows.write_to[rows.lens > 0].long()] = True
-    left[0] = False
-    assert_close(actual.states[left], states[left], state_tolerance)
-    assert torch.equal(actual.states[~left].nan_to_num(), inputs.states[~left].nan_to_num())
+    actual.check_states(inputs, states, rows, state_tolerance)
     return out
 
 

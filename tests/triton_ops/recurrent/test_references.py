@@ -18,7 +18,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
-from tests.support.elementwise_cases import DTYPES, assert_matches, random
+from tests.support.elementwise_cases import DTYPES, assert_matches
+from tests.support.random_tensors import random
 from tests.support.recurrent_cases import DeltaInputs, expected_conv, state_rows
 from tests.support.row_bits import ROWS, differing_counts, threads
 from triton_ops.recurrent.causal_conv import causal_conv

@@ -14,7 +14,7 @@ from transformers.models.granitemoehybrid.modeling_granitemoehybrid import (
 )
 
 from tests.support.elementwise_cases import DTYPES, KERNEL_DTYPES
-from tests.support.recurrent_cases import StateSpaceInputs, state_rows
+from tests.support.recurrent_cases import StateSpaceInputs, assert_close, state_rows
 from tests.support.row_bits import ROWS, differing_counts, threads
 from triton_ops.implementation import Impl
 from triton_ops.recurrent.rows import StateRows
@@ -26,20 +26,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # of the
 STEP = {torch.float64: 1e-12, torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 # In float32 sums of log decays reach hundreds in a chunk, and are rounded.
 CHUNKS = {torch.float64: 1e-12, torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-HEADS_AND_DIMS = [
-    ((1, 4), (128, 64)),
-    ((2, 4), (64, 80)),
-    ((2, 2), (16, 16)),
-    ((2, 6), (40, 72)),
-    ((1, 1), (256, 32)),
-]
-
-
-def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
-    """To `tolerance` times the greatest element of each head."""
-    if expected.numel():
-        greatest = expected.abs().amax((0, 2) if expected.dim() == 3 else (2, 3), keepdim=True)
-        assert ((actual.double() - expected).abs() / greatest).max() < tolerance
 
 
 def check(
@@ -54,11 +40,7 @@ def check(
     assert (out.dtype, out.shape) == (inputs.x.dtype, inputs.x.shape)
     for start, length, _, _ in rows.tolist():
         assert_close(out[start : start + length], expected[start : start + length], tolerance)
-    left = torch.zeros(len(states), dtype=torch.bool, device=states.device)
-    left[rows.write_to[rows.lens > 0].long()] = True
-    left[0] = False
-    assert_close(actual.states[left], states[left], state_tolerance)
-    assert torch.equal(actual.states[~left].nan_to_num(), inputs.states[~left].nan_to_num())
+    actual.check_states(inputs, states, rows, state_tolerance)
     return out
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from layers.products import same_bits
 from tests.support.elementwise_cases import DTYPES, KERNEL_DTYPES
-from tests.support.elementwise_cases import random as randn
+from tests.support.random_tensors import random as randn
 from tests.support.recurrent_cases import DeltaInputs, StateSpaceInputs, state_rows
 from tests.support.row_bits import threads
 from triton_ops.implementation import Impl
