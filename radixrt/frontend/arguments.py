@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeGuard, cast
 
@@ -130,7 +131,7 @@ def own_ids(request_ids: str | Iterable[str] | None, count: int, many: bool) -> 
     if len(ids) != count:
         raise ParameterError(f"there are {len(ids)} request_ids for {count} prompts; give one each")
     if len(set(ids)) < count:
-        twice = next(own for own in ids if ids.count(own) > 1)
+        twice, _ = Counter(ids).most_common(1)[0]
         raise ParameterError(f"request_ids holds {twice!r} twice")
     return dict(enumerate(ids))
 

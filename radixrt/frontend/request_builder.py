@@ -338,9 +338,12 @@ class RequestBuilder:
             raise ParameterError("bad_words holds text, but the model has no tokenizer: give token ids")
         encode = partial(self.tokenizer.encode, add_special_tokens=False)
         try:
-            return [tuple(encode(text).tolist()) for text in (word, f" {word}")]
+            spelled = [tuple(encode(text).tolist()) for text in (word, f" {word}")]
         except TokenizerError as error:
             raise ParameterError(f"bad_words holds what cannot be encoded: {error}") from error
+        if not all(spelled):
+            raise ParameterError(f"bad_words holds {word!r}, of which this model's tokenizer makes no token")
+        return spelled
 
     def token_ids(self, prompt: Prompt, *, is_cut: bool = False) -> NDArray[np.int32]:
         """A prompt as int32 `[n >= 1]`, every id inside the model's vocabulary.

@@ -19,7 +19,7 @@ from radixrt.frontend.request_builder import RequestBuilder, builder_without_wei
 from radixrt.planning.simulated import NoWeights
 from radixrt.text.chat import Chat
 from radixrt.text.tokenizer import Tokenizer, load_tokenizer
-from tests.support.small_tokenizers import chat_tokenizer
+from tests.support.small_tokenizers import chat_tokenizer, small_tokenizer
 
 
 @pytest.fixture
@@ -42,6 +42,32 @@ def test_a_request_has_one_id(builder: RequestBuilder) -> None:
     again = RequestBuilder(builder.config, None, context_length=builder.context_length).build([1])
     assert again.id not in {request.id for request in others}  # nor can they be guessed
     assert builder.build([1], request_id="c").id == "c"
+
+
+def test_request_ids_are_compared_once_each(builder: RequestBuilder) -> None:
+    compared: list[str] = []
+
+    class Compared(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            compared.append(self)
+            return str.__eq__(self, str(other))
+
+    ids = [*map(str, range(1000)), Compared("999"), Compared("1000")]
+    with pytest.raises(ParameterError, match="request_ids holds '999' twice"):
+        builder.build_all([[1]] * len(ids), None, True, None, ids, "raise")
+    assert len(compared) < 100
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bare, with BOS blanks removed"])
+def test_a_bad_word_without_tokens_is_refused(kind: str) -> None:
+    """It would fail in the pass that admits it, and with that all other requests."""
+    tokenizer = small_tokenizer(kind)
+    builder = RequestBuilder(NoWeights(tokenizer.vocab_size).config, tokenizer, context_length=20)
+    with pytest.raises(ParameterError, match="bad_words holds ' ', of which this model's tokenizer makes no"):
+        builder.build([1], {"bad_words": ["the", " "]})
+    assert builder.build([1], {"bad_words": ["the"]}).bad_words
 
 
 def test_priorities_are_one_for_all_or_one_each(builder: RequestBuilder) -> None:
