@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from radixrt.cache.cache_stats import CacheStats
+from radixrt.checks import check_int
 from radixrt.config import RuntimeConfig
 from radixrt.engine.calls import OutputCall, StreamCall
 from radixrt.engine.driver import Driver
@@ -490,8 +491,10 @@ class Runtime:
         """
         self._driver.check_open()
         request = self._builder.build(prompt, sampling_params, index=index, tenant=tenant, priority=priority)
-        is_plain = keep is None and not yields  # `replace` takes a while
-        return request if is_plain else replace(request, reusable_len=keep, yields=yields)
+        if keep is None and not yields:  # `replace` takes a while
+            return request
+        kept = None if keep is None else check_int("keep", keep, 0, 2**31 - 1)
+        return replace(request, reusable_len=kept, yields=yields)
 
     def submit(self, *requests: Request, in_order: bool = False) -> None:
         """Queue requests of `prepare`, best all that are known; with `in_order` they are served in this order."""
