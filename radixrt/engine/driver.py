@@ -449,7 +449,7 @@ class Driver:
                 # Others go on once the device has its next work, and this thread waits: not while it plans.
                 self._ended += engine.step(self._aborted(), self._tell)
                 for _ in paced(range(len(self._ended))):
-                    self._end(self._ended[0].family[0])
+                    self._end(self._ended[0].parent or self._ended[0])
                     self._ended.popleft()
                 streams = paced(tuple(self._streams.items()))
                 self._told += [call for request_id, call in streams if call.catch_up(request_id)]
@@ -481,7 +481,8 @@ class Driver:
         """Deliver the output of a request if its answers have all ended."""
         request = first.request
         call = self._calls.get(request.id)
-        if call is None or not (first.finished and all(child.finished for child in first.children)):
+        # The last ones mostly end last: to begin with the first would look at all of them each time.
+        if call is None or not (all(child.finished for child in reversed(first.children)) and first.finished):
             return
         cut: BaseException | None = None
         try:

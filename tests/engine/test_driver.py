@@ -517,6 +517,21 @@ def test_an_abort_ends_all_answers_to_a_prompt(folder: Path, steps: int) -> None
     assert aborted.usage.completion_tokens == sum(drawn)
 
 
+def test_an_answer_that_ends_does_not_ask_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Answer] = []
+
+    def finished(answer: Answer) -> bool:
+        asked.append(answer)
+        return answer.log.finish_reason is not None
+
+    count = 1000
+    with streaming(0.0) as runtime:
+        monkeypatch.setattr(Answer, "finished", property(finished))
+        output = runtime.generate([5], replace(SHORT, n=count))
+    assert len(output.outputs) == count
+    assert len(asked) < 50 * count
+
+
 def test_another_thread_aborts_by_the_callers_id(builtin: Runtime) -> None:
     prompts, params = (
         [FACTS, "Hugo", "Mira"],
