@@ -561,13 +561,13 @@ class Runtime:
         """Token counts since the Runtime was made, and the state of the pool."""
         return self.parts.cache.stats()
 
-    def cached_len(self, prompt_ids: NDArray[np.int32]) -> int:
+    def cached_len(self, prompt_ids: Sequence[int] | NDArray[np.integer[Any]]) -> int:
         """Leading tokens of a prompt `[n]` that are cached now, in either tier, for requests without a tenant.
 
         Where layers keep states: up to the last one.
         """
-        cache = self.parts.cache
-        return cache.usable(cache.match(self._builder.namespace(None), prompt_ids, len(prompt_ids))).length
+        cache, ids = self.parts.cache, np.asarray(prompt_ids, np.int32)
+        return cache.usable(cache.match(self._builder.namespace(None), ids, len(ids))).length
 
     def print_tree(self, *, max_nodes: int = 200, console: Console | None = None) -> None:
         """Print the cached prefixes as a tree, the latest used first."""
