@@ -8,7 +8,7 @@ import itertools
 import logging
 import sys
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -225,7 +225,7 @@ class Runtime:
         priority: int | Iterable[int] = 0,
         on_error: OnError = "raise",
         progress: bool = False,
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """`generate` for a list: yields each output once it is complete. Leaving the loop early ends the rest."""
         listed, _ = listed_prompts(prompts)
         built = self._numbered(self._late, listed, sampling_params, True, tenant, request_ids, on_error, priority)
@@ -240,7 +240,7 @@ class Runtime:
         request_id: str | None = None,
         priority: int = 0,
         stream_interval: int = 1,
-    ) -> Iterator[StreamChunk]:
+    ) -> Generator[StreamChunk, None, None]:
         """`generate` for one prompt: yields a chunk of an answer whenever tokens of it have come.
 
         The last chunk has the whole output. The texts of an answer's chunks join to its text: none holds half a
