@@ -136,6 +136,11 @@ def own_ids(request_ids: str | Iterable[str] | None, count: int, many: bool) -> 
     return dict(enumerate(ids))
 
 
+def refusal_of(error: Exception) -> str:
+    """Why a prompt cannot run, for its output: a PromptError says it of the prompt, others of what they name."""
+    return f"the prompt {error}" if isinstance(error, PromptError) else str(error)
+
+
 def named_together(errors: Mapping[int, Exception], count: int) -> PromptError:
     """One error that names every bad prompt of a list."""
     shown = [f"prompt {index} {error}" for index, error in itertools.islice(errors.items(), MAX_NAMED)]

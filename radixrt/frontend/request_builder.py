@@ -34,6 +34,7 @@ from radixrt.frontend.arguments import (
     one_priority_each,
     own_ids,
     read_params,
+    refusal_of,
     unwrapped,
 )
 from radixrt.output import RequestOutput
@@ -218,8 +219,7 @@ class RequestBuilder:
         if errors and on_error == "raise":
             raise named_together(errors, len(prompts))
         refused = [
-            RequestOutput.refused(index, f"the prompt {error}", ids.get(index, -1))
-            for index, error in errors.items()
+            RequestOutput.refused(index, refusal_of(error), ids.get(index, -1)) for index, error in errors.items()
         ]
         return refused, requests
 

@@ -33,6 +33,8 @@ def test_a_request_has_one_id(builder: RequestBuilder) -> None:
     assert [(request.index, request.id) for request in requests] == [(0, "a"), (2, "c")]
     assert [(output.index, output.id) for output in refused] == [(1, "b")]
     assert refused[0].error == "the prompt holds token id 99; the model's ids are 0 to 49"
+    refused, _ = builder.build_all(prompts, [None, None, {"n": 0}], True, None, ids, "return")
+    assert refused[1].error == "n is 0; it must be a whole number from 1 to 4096"
     with pytest.raises(PromptError, match="1 of 3 prompts cannot be run:\nprompt 1 holds token id 99"):
         builder.build_all(prompts, None, True, None, ids, "raise")
     _, numbered = builder.build_all([[1], [2]], None, True, None, None, "raise")
