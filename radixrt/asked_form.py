@@ -140,7 +140,7 @@ NESTED: Mapping[str, Callable[[str, object], dict[str, Any]]] = {
 
 
 def _mapping(name: str, value: object, told: str) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise ParameterError(f"{name} is {short(repr(value))}; it must be {told}")
     return {key: one for key, one in value.items() if one is not None}
 

@@ -167,7 +167,7 @@ class Conversation:
         return branches
 
     def _prompt(self, text: str) -> list[int]:
-        """Token ids of the conversation with `text` as its last message. PromptError: it is far too long."""
+        """Token ids of the conversation with `text` as its last message. PromptError: none, or far too many."""
         chat = Chat([*self._messages, *checked_messages([{"role": "user", "content": text}])])
         if self._tokenizer.has_chat_template:
             refusal = refusal_of_chat(self._tokenizer, chat, self._runtime.context_length)
@@ -177,11 +177,14 @@ class Conversation:
             raise PromptError(f"the prompt {refusal}")
         if self._tokenizer.has_chat_template:
             full = self._tokenizer.encode_chat(chat).tolist()
-            return splice(self._tokenizer, self._ids, full)
-        if not self._ids:
-            ids: list[int] = self._tokenizer.encode(self._unsaid + text).tolist()
-            return ids
-        return self._ids + encode_continuation(self._tokenizer, self._unsaid + text)
+            ids = splice(self._tokenizer, self._ids, full)
+        elif self._ids:
+            ids = self._ids + encode_continuation(self._tokenizer, self._unsaid + text)
+        else:
+            ids = self._tokenizer.encode(self._unsaid + text).tolist()
+        if not ids:  # a list that `generate` would take for one of no prompts
+            raise PromptError("the prompt is empty: it has no tokens")
+        return ids
 
     def _record(self, text: str, prompt: list[int], output: RequestOutput) -> None:
         if output.finish_reason not in _RECORDED:

@@ -8,7 +8,7 @@ import itertools
 import logging
 import sys
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from radixrt.cache.cache_stats import CacheStats
+from radixrt.checks import check_int
 from radixrt.config import RuntimeConfig
 from radixrt.engine.calls import OutputCall, StreamCall
 from radixrt.engine.driver import Driver
@@ -224,7 +225,7 @@ class Runtime:
         priority: int | Iterable[int] = 0,
         on_error: OnError = "raise",
         progress: bool = False,
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """`generate` for a list: yields each output once it is complete. Leaving the loop early ends the rest."""
         listed, _ = listed_prompts(prompts)
         built = self._numbered(self._late, listed, sampling_params, True, tenant, request_ids, on_error, priority)
@@ -239,7 +240,7 @@ class Runtime:
         request_id: str | None = None,
         priority: int = 0,
         stream_interval: int = 1,
-    ) -> Iterator[StreamChunk]:
+    ) -> Generator[StreamChunk, None, None]:
         """`generate` for one prompt: yields a chunk of an answer whenever tokens of it have come.
 
         The last chunk has the whole output. The texts of an answer's chunks join to its text: none holds half a
@@ -490,8 +491,10 @@ class Runtime:
         """
         self._driver.check_open()
         request = self._builder.build(prompt, sampling_params, index=index, tenant=tenant, priority=priority)
-        is_plain = keep is None and not yields  # `replace` takes a while
-        return request if is_plain else replace(request, reusable_len=keep, yields=yields)
+        if keep is None and not yields:  # `replace` takes a while
+            return request
+        kept = None if keep is None else check_int("keep", keep, 0, 2**31 - 1)
+        return replace(request, reusable_len=kept, yields=yields)
 
     def submit(self, *requests: Request, in_order: bool = False) -> None:
         """Queue requests of `prepare`, best all that are known; with `in_order` they are served in this order."""
@@ -558,13 +561,13 @@ class Runtime:
         """Token counts since the Runtime was made, and the state of the pool."""
         return self.parts.cache.stats()
 
-    def cached_len(self, prompt_ids: NDArray[np.int32]) -> int:
+    def cached_len(self, prompt_ids: Sequence[int] | NDArray[np.integer[Any]]) -> int:
         """Leading tokens of a prompt `[n]` that are cached now, in either tier, for requests without a tenant.
 
         Where layers keep states: up to the last one.
         """
-        cache = self.parts.cache
-        return cache.usable(cache.match(self._builder.namespace(None), prompt_ids, len(prompt_ids))).length
+        cache, ids = self.parts.cache, np.asarray(prompt_ids, np.int32)
+        return cache.usable(cache.match(self._builder.namespace(None), ids, len(ids))).length
 
     def print_tree(self, *, max_nodes: int = 200, console: Console | None = None) -> None:
         """Print the cached prefixes as a tree, the latest used first."""

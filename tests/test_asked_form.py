@@ -84,6 +84,11 @@ def test_each_kind() -> None:
         ),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "json_schema and regex are given"),
         ({"structured_outputs": {"regex": "a"}, "regex": "a"}, "structured_outputs and regex are the same"),
+        ({"structured_outputs": {1: "a"}}, "structured_outputs is {1: 'a'}; it must be a dict, or vLLM's object"),
+        (
+            {"response_format": {1: 2, "a": 3}},
+            "response_format is {1: 2, 'a': 3}; it must be an object with a type",
+        ),
         ({"structured_outputs": "{}"}, "structured_outputs is '{}'; it must be a dict, or vLLM's object"),
     ],
 )

@@ -394,13 +394,15 @@ def test_what_is_not_given_has_the_defaults_of_the_runtime(chatml: Tokenizer) ->
     assert runtime.params == [own, changed, changed, SamplingParams()]
 
 
-def test_bad_words_and_no_tokenizer(chatml: Tokenizer) -> None:
+def test_bad_words_none_and_no_tokenizer(chatml: Tokenizer) -> None:
     with pytest.raises(ParameterError, match="a conversation needs the text of its answers"):
         Conversation(FakeRuntime(chatml)).say("hello", {"detokenize": False})
     with pytest.raises(TokenizerError, match="a conversation needs a tokenizer"):
         Conversation(FakeRuntime(None))
     with pytest.raises(TokenizerError, match="chat message 0 has no 'content'"):
         Conversation(FakeRuntime(chatml), [{"role": "user"}])
+    with pytest.raises(PromptError, match="the prompt is empty: it has no tokens"):
+        Conversation(FakeRuntime(small_tokenizer("byte level"))).say("")
     for tokenizer in (chatml, small_tokenizer("bare")):
         with pytest.raises(TokenizerError, match="content of type int"):
             Conversation(FakeRuntime(tokenizer)).say(3)  # type: ignore[arg-type]

@@ -950,6 +950,15 @@ def test_the_tree_can_be_looked_at(builtin: Runtime, capsys: pytest.CaptureFixtu
     assert "Mira likes" in printed
     builtin.print_tree(max_nodes=2)
     assert "more nodes" in capsys.readouterr().out
+    builtin.generate(" :smile: [/b]", Params(max_new_tokens=1))
+    builtin.print_tree()
+    assert " :smile: [/b]" in capsys.readouterr().out
+
+
+def test_what_is_cached_of_a_prompt(builtin: Runtime) -> None:
+    prompt = builtin.generate("Mira likes Oslo.", Params(max_new_tokens=1)).prompt_token_ids
+    for ids in (prompt, list(prompt), np.array(prompt), np.array(prompt, np.int32)):
+        assert builtin.cached_len(ids) == len(prompt)
 
 
 # -- what a review found -----------------------------------------------------------------------------------

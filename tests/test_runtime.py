@@ -583,6 +583,13 @@ def test_abort_from_another_thread(runtime: Runtime) -> None:
         runtime.step()
 
 
+@pytest.mark.parametrize("keep", [-1, 2.5, "2", True])
+def test_what_is_kept_of_a_prompt_is_a_count(runtime: Runtime, keep: Any) -> None:
+    """Another value would fail where the request ends, and with that all others."""
+    with pytest.raises(ParameterError, match=r"keep is .*; it must be a whole number from 0 to"):
+        runtime.prepare([5, 6, 7], GREEDY, keep=keep)
+
+
 def test_calls_and_submitted_requests_run_together(runtime: Runtime) -> None:
     alone = runtime.generate([5, 6, 7], GREEDY).token_ids
     runtime.submit(runtime.prepare([5, 6, 7], GREEDY, index=9))

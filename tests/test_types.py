@@ -13,6 +13,7 @@ from radixrt import SamplingParams, sampling_params
 from radixrt.asked_form import NESTED
 
 PROGRAM = """
+from contextlib import closing
 from dataclasses import dataclass
 
 from radixrt import RequestOutput, Runtime, SamplingParams, ScoreOutput
@@ -35,6 +36,11 @@ def scores(runtime: Runtime) -> tuple[list[ScoreOutput], list[list[ScoreOutput]]
 async def answers(runtime: Runtime) -> tuple[RequestOutput, list[RequestOutput], list[list[ScoreOutput]]]:
     one, many = await runtime.async_generate("a"), await runtime.async_generate(["a", "b"], texts)
     return one, many, await runtime.async_score(["a"], [["b", "c"]])
+
+
+def beginnings(runtime: Runtime) -> tuple[str, str]:
+    with closing(runtime.stream("a")) as chunks, closing(runtime.generate_iter(["a", "b"])) as outputs:
+        return next(chunks).text, next(outputs).text
 """
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rich.markup import escape
+from rich.text import Text
 from rich.tree import Tree
 
 from radixrt.cache.radix_tree import DEVICE, HOST, Node, RadixTree, Tokens
@@ -30,12 +30,12 @@ def view_tree(tree: RadixTree, show: Callable[[Tokens], str], *, max_nodes: int 
     return view
 
 
-def _label(node: Node, show: Callable[[Tokens], str]) -> str:
+def _label(node: Node, show: Callable[[Tokens], str]) -> Text:
     if node.parent is None:
         space = node.namespace
         names = {"adapter": space.adapter, "tenant": space.tenant}
         given = [f"{name} {value}" for name, value in names.items() if value]
-        return f"[bold]{escape(', '.join([f'weights {space.weights_version}', *given]))}[/bold]"
+        return Text(", ".join([f"weights {space.weights_version}", *given]), "bold")
     text = repr(show(node.tokens[:40]))
     if len(node.tokens) > 40 or len(text) > 70:
         text = text[:67] + "..."
@@ -43,4 +43,4 @@ def _label(node: Node, show: Callable[[Tokens], str]) -> str:
     tier = ""
     if node.slots[HOST] is not None:
         tier = ", on the host" if node.slots[DEVICE] is None else ", on device and host"
-    return f"{len(node.tokens):,} tokens{tier}{lock}: [dim]{escape(text)}[/dim]"
+    return Text.assemble(f"{len(node.tokens):,} tokens{tier}{lock}: ", (text, "dim"))

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -50,10 +51,10 @@ class Driver:
 
     It has no thread of its own. A caller that waits takes the turn and steps for all, until there is news of its
     call; then it passes the turn on to another that waits. Tasks of event loops sleep in futures, or have a
-    function called for their news, and one thread of the loop's executor, the proxy, waits in their place. Others
-    get their news when the next pass has been launched: they have the interpreter while the device works, and do
-    not delay its plan. An exception of a step is raised to the caller that took it, from the proxy to all tasks;
-    the others go on.
+    function called for their news, and one thread of each loop's executor, the proxy, waits in their place: a loop
+    that ends waits for its own, and that for no other loop's tasks. Others get their news when the next pass has
+    been launched: they have the interpreter while the device works, and do not delay its plan. An exception of a
+    step is raised to the caller that took it, from a proxy to all tasks of its loop; the others go on.
 
     `_mutex` guards who has the turn, who sleeps and which requests have not ended. It is never held during a pass.
     """
@@ -70,7 +71,7 @@ class Driver:
         self._asleep: dict[object, threading.Condition] = {}  # by call, threads that wait
         self._tasks: dict[Call, Sleeper] = {}  # by call, tasks that wait
         self._listeners: dict[Call, NewsListener] = {}  # by call, functions that are called for its news
-        self._has_proxy = False
+        self._proxies: set[asyncio.AbstractEventLoop] = set()  # loops that have one
         self._calls: dict[int | str, Call] = {}  # by the id of each request that has not ended
         self._streams: dict[int | str, StreamCall] = {}  # those of them that get news of every pass
         self._inbox: deque[_Submitted] = deque()  # for the next step to submit, or of late requests for later ones
@@ -204,7 +205,8 @@ class Driver:
             if (error := await sleeper.told) is not None:
                 raise error
         finally:
-            self._tasks.pop(call, None)
+            with self._mutex:
+                self._tasks.pop(call, None)
         return call.take()
 
     async def listen(self, call: Call, on_news: Callable[[], bool]) -> None:
@@ -228,9 +230,9 @@ class Driver:
             listener.wake()
 
     def _start_proxy(self, loop: asyncio.AbstractEventLoop) -> None:
-        if not self._has_proxy:
-            loop.run_in_executor(None, self._wait_for_tasks)
-            self._has_proxy = True
+        if loop not in self._proxies:
+            loop.run_in_executor(None, self._wait_for_tasks, loop)
+            self._proxies.add(loop)
 
     def abandon(self, call: Call) -> None:
         """End a call's requests, and step until they and, unless others step, the passes in flight have ended."""
@@ -316,23 +318,28 @@ class Driver:
             if self._owner is None and waiting:
                 next(iter(waiting.values())).notify()
 
-    def _wait_for_tasks(self) -> None:
+    def _wait_for_tasks(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
-            self._wait(self._no_task_waits, self)
+            self._wait(partial(self._no_task_waits, loop), loop)
         except Exception as error:
-            self._has_proxy = False
             with self._mutex:
-                waiting = *self._tasks, *(call for call in self._listeners if call.requests)
+                self._proxies.discard(loop)
+                waiting = [call for call, sleeper in self._tasks.items() if sleeper.loop is loop]
+                waiting += [call for call, each in self._listeners.items() if each.loop is loop and call.requests]
             self._wake(waiting, error)
 
-    def _no_task_waits(self) -> bool:
-        """Whether the proxy may go; with the mutex held, so that the next task starts another one."""
-        self._has_proxy = self._needs_proxy()
-        return not self._has_proxy
+    def _no_task_waits(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Whether a loop's proxy may go; with the mutex held, so that the next task starts another one."""
+        if self._needs_proxy(loop):
+            return False
+        self._proxies.discard(loop)
+        return True
 
-    def _needs_proxy(self) -> bool:
-        """Whether a task waits, or a listener for requests that have not ended; with the mutex held."""
-        return bool(self._tasks) or any(call.requests for call in self._listeners)
+    def _needs_proxy(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Whether a task of the loop waits, or a listener for requests that have not ended. With the mutex."""
+        return any(sleeper.loop is loop for sleeper in self._tasks.values()) or any(
+            each.loop is loop and call.requests for call, each in self._listeners.items()
+        )
 
     def _wake(self, keys: Sequence[Any], error: Exception | None = None) -> None:
         """Wake the threads, tasks and listeners of these calls; all but threads raise `error`, if there is one."""
@@ -340,7 +347,7 @@ class Driver:
             wakers: list[Waker] = [self._tasks.pop(key) for key in keys if key in self._tasks]
             listeners = [self._listeners[key] for key in keys if key in self._listeners]
             wakers += [each for each in listeners if each.becomes_due() or error is not None]
-            for key in keys if self._needs_proxy() else (*keys, self):
+            for key in (*keys, *(loop for loop in self._proxies if not self._needs_proxy(loop))):
                 if key in self._asleep:
                     self._asleep[key].notify()
         wake_soon(wakers, error)
@@ -442,7 +449,7 @@ class Driver:
                 # Others go on once the device has its next work, and this thread waits: not while it plans.
                 self._ended += engine.step(self._aborted(), self._tell)
                 for _ in paced(range(len(self._ended))):
-                    self._end(self._ended[0].family[0])
+                    self._end(self._ended[0].parent or self._ended[0])
                     self._ended.popleft()
                 streams = paced(tuple(self._streams.items()))
                 self._told += [call for request_id, call in streams if call.catch_up(request_id)]
@@ -474,7 +481,8 @@ class Driver:
         """Deliver the output of a request if its answers have all ended."""
         request = first.request
         call = self._calls.get(request.id)
-        if call is None or not (first.finished and all(child.finished for child in first.children)):
+        # The last ones mostly end last: to begin with the first would look at all of them each time.
+        if call is None or not (all(child.finished for child in reversed(first.children)) and first.finished):
             return
         cut: BaseException | None = None
         try:

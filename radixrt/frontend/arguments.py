@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeGuard, cast
 
@@ -130,9 +131,14 @@ def own_ids(request_ids: str | Iterable[str] | None, count: int, many: bool) -> 
     if len(ids) != count:
         raise ParameterError(f"there are {len(ids)} request_ids for {count} prompts; give one each")
     if len(set(ids)) < count:
-        twice = next(own for own in ids if ids.count(own) > 1)
+        twice, _ = Counter(ids).most_common(1)[0]
         raise ParameterError(f"request_ids holds {twice!r} twice")
     return dict(enumerate(ids))
+
+
+def refusal_of(error: Exception) -> str:
+    """Why a prompt cannot run, for its output: a PromptError says it of the prompt, others of what they name."""
+    return f"the prompt {error}" if isinstance(error, PromptError) else str(error)
 
 
 def named_together(errors: Mapping[int, Exception], count: int) -> PromptError:

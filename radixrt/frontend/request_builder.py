@@ -34,6 +34,7 @@ from radixrt.frontend.arguments import (
     one_priority_each,
     own_ids,
     read_params,
+    refusal_of,
     unwrapped,
 )
 from radixrt.output import RequestOutput
@@ -218,8 +219,7 @@ class RequestBuilder:
         if errors and on_error == "raise":
             raise named_together(errors, len(prompts))
         refused = [
-            RequestOutput.refused(index, f"the prompt {error}", ids.get(index, -1))
-            for index, error in errors.items()
+            RequestOutput.refused(index, refusal_of(error), ids.get(index, -1)) for index, error in errors.items()
         ]
         return refused, requests
 
@@ -338,9 +338,12 @@ class RequestBuilder:
             raise ParameterError("bad_words holds text, but the model has no tokenizer: give token ids")
         encode = partial(self.tokenizer.encode, add_special_tokens=False)
         try:
-            return [tuple(encode(text).tolist()) for text in (word, f" {word}")]
+            spelled = [tuple(encode(text).tolist()) for text in (word, f" {word}")]
         except TokenizerError as error:
             raise ParameterError(f"bad_words holds what cannot be encoded: {error}") from error
+        if not all(spelled):
+            raise ParameterError(f"bad_words holds {word!r}, of which this model's tokenizer makes no token")
+        return spelled
 
     def token_ids(self, prompt: Prompt, *, is_cut: bool = False) -> NDArray[np.int32]:
         """A prompt as int32 `[n >= 1]`, every id inside the model's vocabulary.

@@ -45,6 +45,8 @@ class Detokenizer:
         certain = text.removesuffix(_REPLACEMENT)  # one for all bytes of an unfinished character
         new = certain[self._returned :]
         if text and certain == text:  # the window becomes context
+            while len(self._window) > 1 and self._is_silent(self._window[-1]):
+                self._window.pop()  # it came with others: the last of a context decides about what follows
             self._context += self._window
             self._context_text += text
             anchor = self._tokenizer.anchor

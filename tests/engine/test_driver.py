@@ -517,6 +517,21 @@ def test_an_abort_ends_all_answers_to_a_prompt(folder: Path, steps: int) -> None
     assert aborted.usage.completion_tokens == sum(drawn)
 
 
+def test_an_answer_that_ends_does_not_ask_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Answer] = []
+
+    def finished(answer: Answer) -> bool:
+        asked.append(answer)
+        return answer.log.finish_reason is not None
+
+    count = 1000
+    with streaming(0.0) as runtime:
+        monkeypatch.setattr(Answer, "finished", property(finished))
+        output = runtime.generate([5], replace(SHORT, n=count))
+    assert len(output.outputs) == count
+    assert len(asked) < 50 * count
+
+
 def test_another_thread_aborts_by_the_callers_id(builtin: Runtime) -> None:
     prompts, params = (
         [FACTS, "Hugo", "Mira"],
@@ -838,6 +853,34 @@ def test_threads_and_tasks_advance_together() -> None:
         assert len(next(idle).token_ids) > 10  # what came meanwhile, as one chunk
         idle.close()
         assert nothing_is_left(runtime)
+
+
+def test_a_loop_ends_though_tasks_of_another_wait() -> None:
+    """`asyncio.run` waits for its threads: the one that steps for its tasks must not go on for those of others."""
+    returned = threading.Event()
+
+    def short(runtime: Runtime) -> None:
+        asyncio.run(runtime.async_generate([7], replace(GREEDY, max_new_tokens=40)))
+        returned.set()
+
+    async def other(runtime: Runtime, number: int) -> bool:
+        for _ in range(15):  # of different lengths: there is always one that waits
+            if returned.is_set():
+                return True
+            await runtime.async_generate([number], replace(GREEDY, max_new_tokens=50 + 37 * number))
+        return False
+
+    async def others(runtime: Runtime) -> list[bool]:
+        return await asyncio.gather(*(other(runtime, number) for number in range(4)))
+
+    with streaming() as runtime:
+        thread = threading.Thread(target=short, args=(runtime,))
+        thread.start()
+        until(lambda: runtime.num_running == 1)  # its loop's thread steps
+        (ends,) = in_time(lambda: asyncio.run(others(runtime)))
+        thread.join(PATIENCE)
+        assert all(ends)
+        assert not runtime._driver._proxies
 
 
 def test_prompts_of_one_stream_advance_together() -> None:

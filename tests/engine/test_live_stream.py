@@ -132,7 +132,7 @@ def test_what_is_not_taken_stays_and_nobody_steps_for_it() -> None:
                 await asyncio.sleep(0.001)
             await asyncio.sleep(0.05)
             assert not listening.done()
-            assert not runtime._driver._has_proxy, "all has ended: there is nothing to step for"
+            assert not runtime._driver._proxies, "all has ended: there is nothing to step for"
             before = len(asked)
             may_take = True
             stream.remind()

@@ -19,7 +19,7 @@ from radixrt.frontend.request_builder import RequestBuilder, builder_without_wei
 from radixrt.planning.simulated import NoWeights
 from radixrt.text.chat import Chat
 from radixrt.text.tokenizer import Tokenizer, load_tokenizer
-from tests.support.small_tokenizers import chat_tokenizer
+from tests.support.small_tokenizers import chat_tokenizer, small_tokenizer
 
 
 @pytest.fixture
@@ -33,6 +33,8 @@ def test_a_request_has_one_id(builder: RequestBuilder) -> None:
     assert [(request.index, request.id) for request in requests] == [(0, "a"), (2, "c")]
     assert [(output.index, output.id) for output in refused] == [(1, "b")]
     assert refused[0].error == "the prompt holds token id 99; the model's ids are 0 to 49"
+    refused, _ = builder.build_all(prompts, [None, None, {"n": 0}], True, None, ids, "return")
+    assert refused[1].error == "n is 0; it must be a whole number from 1 to 4096"
     with pytest.raises(PromptError, match="1 of 3 prompts cannot be run:\nprompt 1 holds token id 99"):
         builder.build_all(prompts, None, True, None, ids, "raise")
     _, numbered = builder.build_all([[1], [2]], None, True, None, None, "raise")
@@ -42,6 +44,32 @@ def test_a_request_has_one_id(builder: RequestBuilder) -> None:
     again = RequestBuilder(builder.config, None, context_length=builder.context_length).build([1])
     assert again.id not in {request.id for request in others}  # nor can they be guessed
     assert builder.build([1], request_id="c").id == "c"
+
+
+def test_request_ids_are_compared_once_each(builder: RequestBuilder) -> None:
+    compared: list[str] = []
+
+    class Compared(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            compared.append(self)
+            return str.__eq__(self, str(other))
+
+    ids = [*map(str, range(1000)), Compared("999"), Compared("1000")]
+    with pytest.raises(ParameterError, match="request_ids holds '999' twice"):
+        builder.build_all([[1]] * len(ids), None, True, None, ids, "raise")
+    assert len(compared) < 100
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bare, with BOS blanks removed"])
+def test_a_bad_word_without_tokens_is_refused(kind: str) -> None:
+    """It would fail in the pass that admits it, and with that all other requests."""
+    tokenizer = small_tokenizer(kind)
+    builder = RequestBuilder(NoWeights(tokenizer.vocab_size).config, tokenizer, context_length=20)
+    with pytest.raises(ParameterError, match="bad_words holds ' ', of which this model's tokenizer makes no"):
+        builder.build([1], {"bad_words": ["the", " "]})
+    assert builder.build([1], {"bad_words": ["the"]}).bad_words
 
 
 def test_priorities_are_one_for_all_or_one_each(builder: RequestBuilder) -> None:

@@ -26,6 +26,7 @@ KINDS = (
     "bare, no byte fallback",
     "metaspace",
     "wordpiece",
+    "ends of words",  # as CLIP: what follows a word decides whether its blank is there
     "no decoder",
 )
 
@@ -129,6 +130,15 @@ def _fast(kind: str) -> PreTrainedTokenizerFast:
             trainers.WordPieceTrainer(vocab_size=120, special_tokens=special, show_progress=False),
             None,
             decoders.WordPiece(),
+        )
+    if kind == "ends of words":
+        return _trained(
+            models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"),
+            trainers.BpeTrainer(
+                vocab_size=150, special_tokens=special, end_of_word_suffix="</w>", show_progress=False
+            ),
+            pre_tokenizers.BertPreTokenizer(),
+            decoders.BPEDecoder("</w>"),
         )
     return _trained(
         models.WordLevel(unk_token="<unk>"),

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import chain
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -56,6 +57,26 @@ def test_a_stream_of_anything_is_its_decoding(kind: str, skip: bool, data: st.Da
     tokenizer = small_tokenizer(kind)
     ids = data.draw(token_ids(kind))
     assert "".join(stream(tokenizer, ids, skip)) == tokenizer.decode(ids, skip)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40)
+@given(data=st.data())
+def test_tokens_may_come_together(kind: str, data: st.DataObject) -> None:
+    tokenizer = small_tokenizer(kind)
+    ids = data.draw(token_ids(kind))
+    detokenizer, shown = Detokenizer(tokenizer), ""
+    for part in np.split(ids, sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=5)))):
+        shown += detokenizer.push(*part.astype(int).tolist())
+    assert shown + detokenizer.finish() == tokenizer.decode(ids)
+
+
+def test_a_silent_token_behind_a_word_that_came_with_it() -> None:
+    tokenizer = small_tokenizer("ends of words")
+    words = tokenizer.encode("Mira likes Oslo " * 9).tolist()
+    detokenizer = Detokenizer(tokenizer)
+    shown = "".join(detokenizer.push(*ids) for ids in ([*words, 1], words))
+    assert shown + detokenizer.finish() == tokenizer.decode(words + words)
 
 
 @pytest.mark.parametrize("kind", KINDS)
