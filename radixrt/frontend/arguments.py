@@ -135,9 +135,14 @@ def own_ids(request_ids: str | Iterable[str] | None, count: int, many: bool) -> 
     return dict(enumerate(ids))
 
 
+def about(prompt: str, error: Exception) -> str:
+    """What an error says about a prompt: a PromptError goes on after it, another one is a sentence of its own."""
+    return f"{prompt} {error}" if isinstance(error, PromptError) else f"{prompt}: {error}"
+
+
 def named_together(errors: Mapping[int, Exception], count: int) -> PromptError:
     """One error that names every bad prompt of a list."""
-    shown = [f"prompt {index} {error}" for index, error in itertools.islice(errors.items(), MAX_NAMED)]
+    shown = [about(f"prompt {index}", error) for index, error in itertools.islice(errors.items(), MAX_NAMED)]
     if len(errors) > MAX_NAMED:
         shown.append(f"... and {len(errors) - MAX_NAMED} more")
     return PromptError(f"{len(errors)} of {count} prompts cannot be run:\n" + "\n".join(shown))

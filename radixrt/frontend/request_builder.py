@@ -28,6 +28,7 @@ from radixrt.frontend.arguments import (
     OnError,
     Params,
     Prompt,
+    about,
     is_token_ids,
     named_together,
     one_each,
@@ -218,7 +219,7 @@ class RequestBuilder:
         if errors and on_error == "raise":
             raise named_together(errors, len(prompts))
         refused = [
-            RequestOutput.refused(index, f"the prompt {error}", ids.get(index, -1))
+            RequestOutput.refused(index, about("the prompt", error), ids.get(index, -1))
             for index, error in errors.items()
         ]
         return refused, requests
