@@ -141,7 +141,9 @@ def about(prompt: str, error: Exception) -> str:
 
 
 def named_together(errors: Mapping[int, Exception], count: int) -> PromptError:
-    """One error that names every bad prompt of a list."""
+    """One error that names every bad prompt of a list, by its place if there are others."""
+    if count == 1:
+        return PromptError("".join(about("the prompt", error) for error in errors.values()))
     shown = [about(f"prompt {index}", error) for index, error in itertools.islice(errors.items(), MAX_NAMED)]
     if len(errors) > MAX_NAMED:
         shown.append(f"... and {len(errors) - MAX_NAMED} more")
