@@ -239,7 +239,11 @@ def _add_throughput(benchmarks: Any) -> None:
         metavar="NAME",
         help=f"only this one, of {', '.join(LISTS)}; may be repeated (all)",
     )
-    option("--scale", choices=tuple(SCALES), help="cpu: small sizes and a tiny shape, for a laptop; full: a GPU (full)")
+    option(
+        "--scale",
+        choices=tuple(SCALES),
+        help="cpu: small sizes and a tiny shape, for a laptop; full: for a GPU (full)",
+    )
     option("--repeat", type=int, metavar="N", help="repetitions with fresh prompts; times are medians (2)")
     option("--seed", type=int, metavar="N", help="of the prompts, the draws and the random weights (0)")
     option("--device", metavar="DEVICE", help="such as cpu, cuda or cuda:1")
@@ -254,7 +258,9 @@ def _add_throughput(benchmarks: Any) -> None:
     option("--no-graphs", action="store_true", help="again without captured graphs")
     option("--flat", action="store_true", help="again with attention that reads shared KV once for each request")
     option(
-        "--deterministic", action="store_true", help="again with the same bits whatever runs beside (docs/same-bits.md)"
+        "--deterministic",
+        action="store_true",
+        help="again with the same bits whatever runs beside (docs/same-bits.md)",
     )
     option("--baseline", choices=BASELINES, help="again with this engine, which must be installed; each list once")
     option(

@@ -329,7 +329,8 @@ def _replica(figures: Mapping[str, Any]) -> str:
     hits = _ratio(figures["cached_tokens"], figures["prompt_tokens"])
     restarts = f", started again {counted(figures['restarts'], 'time')}" if figures["restarts"] else ""
     seconds = f"{figures['seconds']:.1f} s ({duration(figures['busy_seconds'])} in passes)"
-    return f"{counted(figures['requests'], 'request')} in {seconds}, hit rate {hits:.2%}, {figures['device']}{restarts}"
+    requests = counted(figures["requests"], "request")
+    return f"{requests} in {seconds}, hit rate {hits:.2%}, {figures['device']}{restarts}"
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -38,7 +38,7 @@ def test_a_request_has_one_id(builder: RequestBuilder) -> None:
     params = {"allowed_token_ids": [99]}
     with pytest.raises(PromptError, match="prompt 1: allowed_token_ids holds 99; the model's ids are below 50"):
         builder.build_all([[1], [2]], [None, params], True, None, None, "raise")
-    with pytest.raises(PromptError, match="^the prompt holds token id 99; the model's ids are 0 to 49$"):
+    with pytest.raises(PromptError, match=r"^the prompt holds token id 99; the model's ids are 0 to 49$"):
         builder.build_all([[99]], None, False, None, None, "raise")
     refused, _ = builder.build_all([[1]], params, True, None, None, "return")
     assert refused[0].error == "the prompt: allowed_token_ids holds 99; the model's ids are below 50"
