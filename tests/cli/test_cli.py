@@ -452,6 +452,13 @@ def test_why_sound_lines_have_errors_is_told(tmp_path: Path, capsys: pytest.Capt
     first, _, errors = capsys.readouterr().err.partition("radixrt: errors of the run:\n")
     assert "1 of 3 lines is bad" in first
     assert re.fullmatch(r"  2 x invalid_prompt: the prompt needs up to .*, but the pool has 10: .*\n", errors)
+    source.write_bytes(b"\n".join([b"", SOUND, SOUND]))
+    strict = ["batch", "--input", str(source), *words.split(), "--strict", "--overwrite"]
+    assert main(strict) == 2
+    told = "2 of 2 lines need more than the 10 tokens of the KV pool, the first one is line 2: raise max_total"
+    assert told in capsys.readouterr().err
+    strict[strict.index("10")] = "400"
+    assert main(strict) == 0
 
 
 def test_one_sound_line_makes_a_batch_good(batch: list[str]) -> None:
