@@ -140,7 +140,7 @@ class RuntimeConfig:
             "pipeline_parallel_size": 64,
             "max_running_requests": 2**16,
             "chunked_prefill_size": 2**20,
-            "threads": 2**16,
+            "threads": 2**10,  # OpenMP crashes where it gets no more
         }
         for name, high in most.items():
             if (number := getattr(self, name)) is not None or name.endswith("_parallel_size"):

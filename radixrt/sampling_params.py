@@ -361,9 +361,9 @@ def _allowed(name: str, value: object) -> tuple[int, ...]:
     return allowed
 
 
-def _listed(name: str, value: object, max_count: int, what: str) -> Sequence[object]:
+def _listed(name: str, value: object, max_count: int, what: str, which: str = "a") -> Sequence[object]:
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-        raise ParameterError(f"{name} is {value!r}; it must be a list of {what}")
+        raise ParameterError(f"{name} is {value!r}; it must be {which} list of {what}")
     if len(value) > max_count:
         raise ParameterError(f"{name} has {len(value)} {what}; at most {max_count} are taken")
     return value
@@ -405,7 +405,9 @@ def _bad_words(name: str, value: object) -> tuple[str | tuple[int, ...], ...]:
 def _stop_strings(name: str, value: object) -> tuple[str, ...]:
     if value is None:
         return ()
-    strings = [value] if isinstance(value, str) else _listed(name, value, MAX_STOP_STRINGS, "strings")
+    strings = (
+        [value] if isinstance(value, str) else _listed(name, value, MAX_STOP_STRINGS, "strings", "a string or a")
+    )
     for string in strings:
         if not isinstance(string, str) or not 1 <= len(string) <= MAX_STOP_LENGTH:
             raise ParameterError(

@@ -5,6 +5,7 @@ python scripts/bench_radix_tree.py
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -73,6 +74,7 @@ def measure_statistics(prompts: int = 100_000, tokens: int = 1_000) -> float:
 
 def main() -> None:
     """Print the figures."""
+    argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0]).parse_args()
     table = Table("operation", "median, us", "goal, us", title="radix tree")
     for column in table.columns[1:]:
         column.justify = "right"

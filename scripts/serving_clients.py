@@ -90,4 +90,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:]:
+        sys.exit("this is a part of scripts/bench_serving.py, which runs it")
     main()

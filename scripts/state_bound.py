@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 
 from radixrt.arrays import Int64Array
@@ -44,3 +46,7 @@ def most_found(plan: BatchPlan, order: Int64Array, num_kept: int) -> float:
         excess = np.cumsum(changes)[:-1] - num_kept
         prices = np.maximum(0, prices + 3 / (1 + number / 50) * excess / num_kept)
     return float(least)
+
+
+if __name__ == "__main__":
+    sys.exit("this is a part of scripts/compare_state_rules.py: run that")

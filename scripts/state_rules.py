@@ -10,6 +10,7 @@ docs/lab-notebook/2026-11-26-states-where-prompts-part.md says where the rules a
 from __future__ import annotations
 
 import heapq
+import sys
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 from itertools import count
@@ -328,3 +329,7 @@ class _Cache:
         del self.states[state]
         if state[0] >= 0:
             self.at[state[0]].remove(state[1])
+
+
+if __name__ == "__main__":
+    sys.exit("this is a part of scripts/compare_state_rules.py: run that")

@@ -63,7 +63,7 @@ def test_variables_of_the_chat_template(folder: Path) -> None:
         going_on = {"messages": continued, "continue_final_message": True}
         assert text_of(runtime, going_on) == "Mira likes Oslo.\nInes paints"
         with pytest.raises(
-            PromptError, match="prompt 0 cannot be encoded: chat_template_kwargs have 'brief', which"
+            PromptError, match="the prompt cannot be encoded: chat_template_kwargs have 'brief', which"
         ):
             runtime.generate({"messages": CHAT, "chat_template_kwargs": {"brief": 1}})
     with pytest.raises(ParameterError, match="chat_template_kwargs have 'brief', which the chat template"):

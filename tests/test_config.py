@@ -55,6 +55,7 @@ def test_a_runtime_takes_every_option_as_a_keyword() -> None:
         ({"tensor_parallel_size": None}, "tensor_parallel_size is None; it must be a whole number from 1 to 64"),
         ({"pipeline_parallel_size": None}, "pipeline_parallel_size is None"),
         ({"cuda_graphs": "no"}, "cuda_graphs is 'no'; it must be True, False or None"),
+        ({"threads": 4096}, "threads is 4096; it must be a whole number from 1 to 1024"),
         ({"host_memory_gb": 1.0, "enable_prefix_cache": False}, "nothing is kept that could go to the host"),
     ],
 )

@@ -452,7 +452,7 @@ def test_ids_of_a_prompt_may_be_of_any_kind_of_integer(runtime: Runtime) -> None
         assert {type(token) for token in output.prompt_token_ids} == {int}
         assert output.split()[0].prompt_token_ids == (5, 6, 7)
     for wrong in ([5, True], [5, np.True_], [5, 6.0]):
-        with pytest.raises(PromptError, match="prompt 0 is neither a string"):
+        with pytest.raises(PromptError, match="the prompt is neither a string"):
             runtime.generate([wrong], GREEDY)  # type: ignore[list-item]
 
 

@@ -106,6 +106,11 @@ def test_the_message_names_value_and_bound() -> None:
     assert str(error.value) == "top_p is 0; it must be a number above 0 to 1"
 
 
+def test_what_may_stop_is_named_as_it_may_be_given() -> None:
+    with pytest.raises(ParameterError, match="stop is 7; it must be a string or a list of strings"):
+        SamplingParams(stop=7)  # type: ignore[arg-type]
+
+
 def test_bounds_themselves_are_inside() -> None:
     low = SamplingParams(1, 0, -1, 1e-9, 0, 0, (), False)
     assert (low.top_k, low.temperature) == (0, 0.0)

@@ -1,4 +1,4 @@
-"""Stops a batch in which too many lines have errors."""
+"""Counts why lines have errors, and stops a batch in which too many have."""
 
 # Tests: tests/batch/test_run.py
 
@@ -29,6 +29,12 @@ class ErrorLimit:
         self._scan = scan
         self._num_errors = 0
         self._reasons: Counter[str] = Counter()
+        self._of_bad_lines: Counter[str] = Counter()
+
+    @property
+    def failures(self) -> list[str]:
+        """Why sound lines have errors: the most frequent reasons with their counts, a line each."""
+        return _named(self._reasons - self._of_bad_lines)
 
     def check_bad_lines(self) -> None:
         """Raise ErrorRateError if the scan has found too many bad lines."""
@@ -38,10 +44,12 @@ class ErrorLimit:
                 f"That is more than a max_error_rate of {self._rate:g} allows. Nothing has run."
             )
 
+    def end_bad_lines(self) -> None:
+        """What is counted from now on are errors of sound lines."""
+        self._of_bad_lines = self._reasons.copy()
+
     def count(self, kind: LineErrorType, message: str) -> None:
         """Count a line with an error record."""
-        if self._rate is None:
-            return
         self._num_errors += 1
         reason = f"{kind.value}: {short(message, _REASON_LENGTH)}"
         if reason in self._reasons or len(self._reasons) < _MAX_REMEMBERED:
@@ -56,9 +64,8 @@ class ErrorLimit:
         return self._rate is not None and num_errors > 0 and num_errors / len(self._scan) > self._rate
 
     def _message(self) -> str:
-        named = self._reasons.most_common(_MAX_NAMED)
-        lines = [f"  {count:,} x {reason}" for reason, count in named]
-        if others := self._num_errors - sum(count for _, count in named):
+        lines = _named(self._reasons)
+        if others := self._num_errors - sum(count for _, count in self._reasons.most_common(_MAX_NAMED)):
             lines.append(f"  {others:,} x something else")
         return "\n".join(
             [
@@ -67,3 +74,7 @@ class ErrorLimit:
                 *lines,
             ]
         )
+
+
+def _named(reasons: Counter[str]) -> list[str]:
+    return [f"  {count:,} x {reason}" for reason, count in reasons.most_common(_MAX_NAMED)]

@@ -224,6 +224,11 @@ class ScannedBatch:
         counts, run = self._counts, self._run
         return counts.kept + counts.refused + (Tally() if run is None else run.tally)
 
+    @property
+    def failures(self) -> list[str]:
+        """Why lines that are not bad have errors in this run: the most frequent reasons, a line each."""
+        return self._error_limit.failures
+
     def needs_runtime(self) -> bool:
         """Whether a line without a record can run."""
         kept = self._kept()

@@ -127,6 +127,7 @@ class RecordWriter:
         for position, error in zip(bad, self._scan.read(bad), strict=True):
             assert isinstance(error, LineError)
             self.refuse(position, error)
+        self._counts.error_limit.end_bad_lines()
         self.enforce_error_limit()
 
     def refuse(self, position: int, error: LineError) -> None:

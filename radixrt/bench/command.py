@@ -202,10 +202,11 @@ examples:
 
 Answers have fixed lengths and are drawn at temperature 0.6. vLLM and SGLang run in a process of their own, with
 random weights for the same shape, prefix caching, captured graphs and 512 requests at once; their settings are
-printed. A baseline that fails is shown as -, with the reason
-below the table. Traces are for chrome://tracing or ui.perfetto.dev.
+printed. A baseline that fails is shown as -, with the reason below the table. Traces are for chrome://tracing or
+ui.perfetto.dev.
 
-exit status: 0 done; 1 a pass failed; 2 the options, the model or a file cannot be used; 130 stopped by Ctrl-C.
+exit status: 0 done; 1 a pass failed; 2 the options, the model or a file cannot be used; 130 stopped by Ctrl-C,
+143 by SIGTERM.
 """
 
 
@@ -238,7 +239,11 @@ def _add_throughput(benchmarks: Any) -> None:
         metavar="NAME",
         help=f"only this one, of {', '.join(LISTS)}; may be repeated (all)",
     )
-    option("--scale", choices=tuple(SCALES), help="cpu: small sizes and a tiny shape, for a laptop (full)")
+    option(
+        "--scale",
+        choices=tuple(SCALES),
+        help="cpu: small sizes and a tiny shape, for a laptop; full: for a GPU (full)",
+    )
     option("--repeat", type=int, metavar="N", help="repetitions with fresh prompts; times are medians (2)")
     option("--seed", type=int, metavar="N", help="of the prompts, the draws and the random weights (0)")
     option("--device", metavar="DEVICE", help="such as cpu, cuda or cuda:1")
@@ -253,7 +258,9 @@ def _add_throughput(benchmarks: Any) -> None:
     option("--no-graphs", action="store_true", help="again without captured graphs")
     option("--flat", action="store_true", help="again with attention that reads shared KV once for each request")
     option(
-        "--deterministic", action="store_true", help="again with the same bits whatever runs beside (same-bits.md)"
+        "--deterministic",
+        action="store_true",
+        help="again with the same bits whatever runs beside (docs/same-bits.md)",
     )
     option("--baseline", choices=BASELINES, help="again with this engine, which must be installed; each list once")
     option(

@@ -198,6 +198,8 @@ def _batch(arguments: argparse.Namespace) -> int:
         except ReportError as error:
             _tell(error.report, arguments, ())
             raise
+        if scanned.failures:
+            print("\n".join(["radixrt: errors of the run:", *scanned.failures]), file=sys.stderr)
     _tell(report, arguments, arguments.report)
     return ALL_FAILED if 0 < report.requests == report.errors else DONE
 

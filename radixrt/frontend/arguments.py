@@ -136,14 +136,16 @@ def own_ids(request_ids: str | Iterable[str] | None, count: int, many: bool) -> 
     return dict(enumerate(ids))
 
 
-def refusal_of(error: Exception) -> str:
-    """Why a prompt cannot run, for its output: a PromptError says it of the prompt, others of what they name."""
-    return f"the prompt {error}" if isinstance(error, PromptError) else str(error)
+def about(prompt: str, error: Exception) -> str:
+    """What an error says about a prompt: a PromptError goes on after it, another one is a sentence of its own."""
+    return f"{prompt} {error}" if isinstance(error, PromptError) else f"{prompt}: {error}"
 
 
 def named_together(errors: Mapping[int, Exception], count: int) -> PromptError:
-    """One error that names every bad prompt of a list."""
-    shown = [f"prompt {index} {error}" for index, error in itertools.islice(errors.items(), MAX_NAMED)]
+    """One error that names every bad prompt of a list, by its place if there are others."""
+    if count == 1:
+        return PromptError("".join(about("the prompt", error) for error in errors.values()))
+    shown = [about(f"prompt {index}", error) for index, error in itertools.islice(errors.items(), MAX_NAMED)]
     if len(errors) > MAX_NAMED:
         shown.append(f"... and {len(errors) - MAX_NAMED} more")
     return PromptError(f"{len(errors)} of {count} prompts cannot be run:\n" + "\n".join(shown))

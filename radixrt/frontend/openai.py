@@ -108,8 +108,10 @@ def sampling_values(url: str, given: dict[str, Any]) -> dict[str, Any]:
     else:
         if "logprobs" in given:
             values["logprobs"] = logprobs
-        if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
-            raise ParameterError("best_of is not n, which cannot be honoured; leave it out")
+        if (best_of := given.get("best_of", given.get("n", 1))) != given.get("n", 1):
+            raise ParameterError(
+                f"best_of is {as_json(best_of)}, which is not n; that cannot be honoured: leave it out"
+            )
     return values
 
 

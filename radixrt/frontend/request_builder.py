@@ -28,13 +28,13 @@ from radixrt.frontend.arguments import (
     OnError,
     Params,
     Prompt,
+    about,
     is_token_ids,
     named_together,
     one_each,
     one_priority_each,
     own_ids,
     read_params,
-    refusal_of,
     unwrapped,
 )
 from radixrt.output import RequestOutput
@@ -219,7 +219,8 @@ class RequestBuilder:
         if errors and on_error == "raise":
             raise named_together(errors, len(prompts))
         refused = [
-            RequestOutput.refused(index, refusal_of(error), ids.get(index, -1)) for index, error in errors.items()
+            RequestOutput.refused(index, about("the prompt", error), ids.get(index, -1))
+            for index, error in errors.items()
         ]
         return refused, requests
 

@@ -14,7 +14,7 @@ from radixrt.batch.scan import parameters_as_json
 from radixrt.cache.cache_stats import CacheStats
 from radixrt.cache.radix_tree import common_prefix
 from radixrt.errors import PassError
-from radixrt.frontend.arguments import refusal_of
+from radixrt.frontend.arguments import about
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, Timings, TokenLogprob, Usage
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.activity import Activity
@@ -72,7 +72,7 @@ def requests_of(message: Message, runtime: Prepares) -> Iterator[Request | Reque
         try:
             request = runtime.prepare(ids, params[nth], index=index)
         except (errors.PromptError, errors.ParameterError) as error:
-            yield RequestOutput.refused(index, refusal_of(error), own_id)
+            yield RequestOutput.refused(index, about("the prompt", error), own_id)
         else:
             yield replace(
                 request,

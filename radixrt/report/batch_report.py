@@ -13,6 +13,7 @@ from rich.text import Text
 
 from radixrt.hit_rate import CountsHits
 from radixrt.report.figures import seconds as duration
+from radixrt.report.outline import counted
 from radixrt.report.timeline import Sample, columns
 
 MILLION = 1_000_000
@@ -244,15 +245,16 @@ def time_figures(report: BatchReport) -> dict[str, str]:
     """Names and values of this run's time and cost."""
     run, cost = report.run, report.cost
     parts = ", ".join(f"{name} {duration(value)}" for name, value in device_seconds(run).items())
-    passes = f"{run.passes:,} passes of at most {run.most_running:,} requests"
+    passes = f"{run.passes:,} passes of at most {counted(run.most_running, 'request')}"
+    seconds = f"{run.seconds:.1f} s" if run.seconds >= 1 else duration(run.seconds)
     figures = {
-        "time": f"{run.seconds:.1f} s ({passes}, {run.tokens_per_second:,.0f} generated tokens/s)",
+        "time": f"{seconds} ({passes}, {run.tokens_per_second:,.0f} generated tokens/s)",
         "time spent": f"{parts}; {duration(run.scheduling_seconds)} of the host's in scheduling",
     }
     if run.replicas:
-        twice = f"; {run.repeated_tokens:,} tokens planned to be computed twice"
         figures["replicas"] = f"{len(run.replicas)}, which end at {run.balance:.1%} of the last one on average"
-        figures["replicas"] += "" if run.repeated_tokens is None else twice
+        if run.repeated_tokens is not None:
+            figures["replicas"] += f"; {counted(run.repeated_tokens, 'token')} planned to be computed twice"
     for number, replica in enumerate(run.replicas):
         figures[f"replica {number}"] = _replica(replica)
     if run.products:
@@ -325,9 +327,10 @@ def _products(run: RunFigures) -> str:
 
 def _replica(figures: Mapping[str, Any]) -> str:
     hits = _ratio(figures["cached_tokens"], figures["prompt_tokens"])
-    restarts = f", started again {figures['restarts']} times" if figures["restarts"] else ""
+    restarts = f", started again {counted(figures['restarts'], 'time')}" if figures["restarts"] else ""
     seconds = f"{figures['seconds']:.1f} s ({duration(figures['busy_seconds'])} in passes)"
-    return f"{figures['requests']:,} requests in {seconds}, hit rate {hits:.2%}, {figures['device']}{restarts}"
+    requests = counted(figures["requests"], "request")
+    return f"{requests} in {seconds}, hit rate {hits:.2%}, {figures['device']}{restarts}"
 
 
 def _ratio(part: float, whole: float) -> float:

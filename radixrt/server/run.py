@@ -41,7 +41,9 @@ def listening_socket(host: str, port: int) -> socket.socket:
         listening.bind(address)
         listening.listen()  # only now nobody else can have the port
     except OSError as error:
-        raise ParameterError(f"the server cannot listen at {host}, port {port}: {error}") from error
+        raise ParameterError(
+            f"the server cannot listen at {host}, port {port}: {error.strerror or error}"
+        ) from error
     return listening
 
 

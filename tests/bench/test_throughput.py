@@ -412,6 +412,18 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err.endswith("radixrt: interrupted\n")
 
 
+@pytest.mark.parametrize("scale", ["cpu", "full"])
+def test_sizes_for_a_gpu_on_a_cpu(
+    scale: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(benchmark, "_measurement", interrupted)
+    assert main(["bench", "throughput", "--device", "cpu", "--scale", scale]) == 130
+    assert ("--scale cpu has sizes for a CPU" in capsys.readouterr().err) == (scale == "full")
+
+
 def test_command_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

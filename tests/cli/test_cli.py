@@ -83,7 +83,7 @@ def test_batch(batch: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         r"cached tokens +2\n",
         r"hit rate +50\.00% \(best possible 25\.00%, predicted 25\.00%\)\n",
         r"generated tokens +4\n",
-        r"time +0\.0 s \(.* generated tokens/s\)\n",
+        r"time +(under )?\d+ m?s \(.* generated tokens/s\)\n",
         r"output +",
     ):
         assert re.search(row, shown.out), shown.out
@@ -441,6 +441,24 @@ def test_a_line_of_many_bytes(batch: list[str], capsys: pytest.CaptureFixture[st
         assert "max_line_bytes is 0" in capsys.readouterr().err
     records = [json.loads(line) for line in Path(batch[-1]).read_text().splitlines()]
     assert [record["error"] is None for record in records] == [False, True]
+
+
+def test_why_sound_lines_have_errors_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Such as prompts that the pool, which the scan does not know, cannot hold."""
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b"\n".join([BAD, SOUND, SOUND]))
+    words = f"--output {tmp_path / 'out.jsonl'} --device cpu --max-total-tokens 10 --no-progress"
+    assert main(["batch", "--input", str(source), *words.split()]) == 3
+    first, _, errors = capsys.readouterr().err.partition("radixrt: errors of the run:\n")
+    assert "1 of 3 lines is bad" in first
+    assert re.fullmatch(r"  2 x invalid_prompt: the prompt needs up to .*, but the pool has 10: .*\n", errors)
+    source.write_bytes(b"\n".join([b"", SOUND, SOUND]))
+    strict = ["batch", "--input", str(source), *words.split(), "--strict", "--overwrite"]
+    assert main(strict) == 2
+    told = "2 of 2 lines need more than the 10 tokens of the KV pool, the first one is line 2: raise max_total"
+    assert told in capsys.readouterr().err
+    strict[strict.index("10")] = "400"
+    assert main(strict) == 0
 
 
 def test_one_sound_line_makes_a_batch_good(batch: list[str]) -> None:

@@ -76,7 +76,7 @@ def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     with listening_socket("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", "--port", str(port)]) == 2
-    assert f"the server cannot listen at 127.0.0.1, port {port}" in capsys.readouterr().err
+    assert f"the server cannot listen at 127.0.0.1, port {port}: Address already in use" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

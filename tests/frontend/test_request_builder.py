@@ -34,9 +34,16 @@ def test_a_request_has_one_id(builder: RequestBuilder) -> None:
     assert [(output.index, output.id) for output in refused] == [(1, "b")]
     assert refused[0].error == "the prompt holds token id 99; the model's ids are 0 to 49"
     refused, _ = builder.build_all(prompts, [None, None, {"n": 0}], True, None, ids, "return")
-    assert refused[1].error == "n is 0; it must be a whole number from 1 to 4096"
+    assert refused[1].error == "the prompt: n is 0; it must be a whole number from 1 to 4096"
     with pytest.raises(PromptError, match="1 of 3 prompts cannot be run:\nprompt 1 holds token id 99"):
         builder.build_all(prompts, None, True, None, ids, "raise")
+    params = {"allowed_token_ids": [99]}
+    with pytest.raises(PromptError, match="prompt 1: allowed_token_ids holds 99; the model's ids are below 50"):
+        builder.build_all([[1], [2]], [None, params], True, None, None, "raise")
+    with pytest.raises(PromptError, match=r"^the prompt holds token id 99; the model's ids are 0 to 49$"):
+        builder.build_all([[99]], None, False, None, None, "raise")
+    refused, _ = builder.build_all([[1]], params, True, None, None, "return")
+    assert refused[0].error == "the prompt: allowed_token_ids holds 99; the model's ids are below 50"
     _, numbered = builder.build_all([[1], [2]], None, True, None, None, "raise")
     others = [*numbered, builder.build([1]), builder.build([1])]
     assert len({request.id for request in others}) == 4
@@ -85,7 +92,7 @@ def test_priorities_are_one_for_all_or_one_each(builder: RequestBuilder) -> None
     with pytest.raises(ParameterError, match="there are 3 priorities for 2 prompts; give one, or one each"):
         built([[1], [2]], [1, 2, 3])
     for wrong in ("high", None, 0.5, True, [None, 1], 2**31):
-        with pytest.raises(PromptError, match=r"prompt 0 priority is .*; it must be a whole number from"):
+        with pytest.raises(PromptError, match=r"prompt 0: priority is .*; it must be a whole number from"):
             built([[1], [2]], wrong)
     with pytest.raises(PromptError, match=r"priority is \[1\]; it must be a whole number"):
         built([[1]], [1], many=False)

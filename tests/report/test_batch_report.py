@@ -249,6 +249,28 @@ def test_the_terminal_shows_a_resumed_run() -> None:
     )
 
 
+def test_the_terminal_shows_a_run_of_one_request() -> None:
+    replicas = (
+        {
+            "requests": 1,
+            "cached_tokens": 0,
+            "prompt_tokens": 5,
+            "seconds": 0.02,
+            "busy_seconds": 0.01,
+            "device": "cpu",
+            "restarts": 1,
+        },
+    )
+    run = replace(RUN, most_running=1, seconds=0.023, repeated_tokens=1, replicas=replicas)
+    shown = printed(replace(REPORT, run=run))
+    assert "time              23 ms (123 passes of at most 1 request, " in shown
+    assert "; 1 token planned to be computed twice\n" in shown
+    assert (
+        "replica 0         1 request in 0.0 s (10 ms in passes), hit rate 0.00%, cpu, started again 1 time\n"
+        in shown
+    )
+
+
 def test_the_terminal_shows_a_run_in_one_piece() -> None:
     run = replace(RUN, predicted_hit_rate=None)
     shown = printed(replace(REPORT, kept=0, is_complete=False, written=20, run=run, price_per_hour=None))

@@ -52,7 +52,12 @@ STREAM: dict[str, Any] = {"prompt": "a", "stream": True}
         ("/v1/completions", {"prompt": "a", "echo": 1}, 400, "echo is 1; it must be true or false"),
         ("/v1/completions", {"prompt": "a", "echo": True, "stream": True}, 400, "echo goes neither with a stream"),
         ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 6}, 400, "with echo it is 5 at most"),
-        ("/v1/completions", {"prompt": "a", "best_of": 2}, 400, "best_of is not n, which cannot be honoured"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "best_of": 2},
+            400,
+            "best_of is 2, which is not n; that cannot be honoured",
+        ),
         ("/v1/chat/completions", {"messages": "a"}, 400, "messages is a string"),
         ("/v1/chat/completions", {"messages": [], "echo": True}, 400, "echo"),
         (

@@ -108,7 +108,10 @@ def read_openai(
 def _check_line(line: dict[str, Any], urls: tuple[str, ...]) -> None:
     """Raise ValueError unless a line has its keys, and each is what it must be."""
     if unknown := [with_nearest(short(key), _KEYS) for key in line if key not in _KEYS]:
-        raise ValueError(f"unknown key {', '.join(unknown[:5])}; a line in OpenAI's format has {', '.join(_KEYS)}")
+        keys = "key" if len(unknown) == 1 else "keys"
+        raise ValueError(
+            f"unknown {keys} {', '.join(unknown[:5])}; a line in OpenAI's format has {', '.join(_KEYS)}"
+        )
     custom_id, method, url, body = (line.get(key) for key in _KEYS)
     if not isinstance(custom_id, str):
         raise ValueError(f"custom_id is {kind(custom_id)}; it must be a string")

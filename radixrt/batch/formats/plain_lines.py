@@ -86,9 +86,10 @@ def read_plain(line: dict[str, Any], parameters: ParameterReader) -> InputRecord
         bad(LineErrorType.INVALID_LINE, f"custom_id is {kind(custom_id)}; it must be a string")
     if not line.keys() <= _ALLOWED:
         unknown = [with_nearest(short(key), _ALLOWED) for key in line if key not in _ALLOWED]
+        keys = "key" if len(unknown) == 1 else "keys"
         bad(
             LineErrorType.INVALID_LINE,
-            f"unknown key {', '.join(unknown[:5])}; a line may have {', '.join(_KEYS)} and parameters",
+            f"unknown {keys} {', '.join(unknown[:5])}; a line may have {', '.join(_KEYS)} and parameters",
         )
     given = [key for key in PROMPTS if line.get(key) is not None]
     if len(given) > 1:

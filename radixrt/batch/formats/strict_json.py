@@ -26,7 +26,7 @@ def loads(data: bytes) -> object:
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8: byte 0x{data[error.start]:02x} at position {error.start}") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON: {error.msg} at character {error.pos}") from None
+        raise ValueError(f"is not JSON: {error.msg.removesuffix(' at')} at character {error.pos}") from None
     except ValueError as error:
         raise ValueError(f"is not JSON: {error}") from None
 

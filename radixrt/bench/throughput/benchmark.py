@@ -59,6 +59,8 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
     if options.num_cards > 1:
         environment["cards"] = f"{options.num_cards} ({options.tp} ranks, {options.pp} stages)"
     console.print(", ".join(f"{name} {value}" for name, value in environment.items()))
+    if options.scale == "full" and choose_device(options.device).type == "cpu":
+        print("radixrt: these sizes are for a GPU; --scale cpu has sizes for a CPU", file=sys.stderr)
     shapes = [_shape_figures(config, options, environment["device"]) for config in options.subjects]
     with tqdm(total=_parts(options), unit=" runs", file=sys.stderr) as bar:
 

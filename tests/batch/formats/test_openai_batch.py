@@ -412,7 +412,7 @@ def test_bad_parameters(url: str, body: dict[str, Any], message: str) -> None:
         (CHAT, {"best_of": 2}, "unknown parameter 'best_of'"),
         (COMPLETIONS, {"logprobs": True}, "logprobs is True"),
         (COMPLETIONS, {"top_logprobs": 3}, "unknown parameter 'top_logprobs'"),
-        (COMPLETIONS, {"best_of": 3}, "best_of is not n"),
+        (COMPLETIONS, {"best_of": 3}, "best_of is 3, which is not n"),
         (COMPLETIONS, {"messages": MESSAGES}, "unknown parameter 'messages'"),
         (COMPLETIONS, {"max_completion_tokens": 3}, "unknown parameter 'max_completion_tokens'"),
     ],

@@ -254,13 +254,13 @@ def test_several_answers_and_their_log_probabilities() -> None:
         (b'{"prompt": "a", "metadata": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nests too deep"),
         (b'{"prompt": "a", "prompt": "b"}', "key 'prompt' appears twice"),
         (b'{"prompt": "a", "metadata": {"k": 1, "k": 1}}', "key 'k' appears twice"),
-        (b'{"prompt": "a\0"}', "not JSON: Invalid control character at at character 13"),
+        (b'{"prompt": "a\0"}', "not JSON: Invalid control character at character 13"),
         (b"\0" * 100, "not JSON: Expecting value at character 0"),
         (b'\xef\xbb\xbf{"prompt": "a"}', "not JSON: Expecting value at character 0"),  # not in the first line
         (b'{"prompt": "a", "metadata": ' + b"[" * 101 + b"]" * 101 + b"}", "metadata nests too deep; at most 100"),
         (
             b'{"prompt": "a", "max_token": 1, "x": 2}',
-            "unknown key 'max_token' (did you mean 'max_tokens'?), 'x'; a",
+            "unknown keys 'max_token' (did you mean 'max_tokens'?), 'x'; a",
         ),
         (b'{"prompt": "a", "x": null}', "unknown key 'x'; a line may have prompt, messages, token_ids, "),
         (b'{"prompt": "a", "custom_id": 7}', "custom_id is a number; it must be a string"),
