@@ -42,8 +42,8 @@ class States:
     """Lends states to leases, and keeps some at nodes; `PrefixCache` says when.
 
     Kept states make room for others, but never one that a lease is about to begin with. First go those that nobody
-    waits for: of these ends of answers, and then what was used longest ago. Of the others, that goes first which
-    saves fewest tokens for the time until its next use.
+    waits for: of these ends of answers, passed ones first, and then what was used longest ago. Of the others, that
+    goes first which saves fewest tokens for the time until its next use.
 
     Attributes:
         own: by the row of a lease, int32 `[max_requests]`: the state that its passes may overwrite.
@@ -63,6 +63,7 @@ class States:
         self.next_use: Callable[[Node], int | None] = lambda node: None  # nobody waits
         # Of kept ones with which no lease has begun yet: of ends of answers, and those that were left for others.
         self.ends, self.unused = set[int](), set[int]()
+        self.passed = set[int]()  # ends that one lease has gone on from, to a later end
         self.pending: deque[tuple[int, int]] = deque()  # after which pass, and which state
         self.fresh: dict[int, dict[int, int]] = {}  # by row, those that were left and not published, by position
         self.version = self.given_up_unused = 0
@@ -113,6 +114,7 @@ class States:
         self.ends.discard(node.state)
         self.unused.discard(node.state)
         node.worth = PASSED if node.worth == END else SHARED
+        (self.passed.add if node.worth == PASSED else self.passed.discard)(node.state)
         return True
 
     def step(self, row: int, keep_at: int | None, passes: tuple[int, int]) -> tuple[int, int]:
@@ -211,14 +213,14 @@ class States:
 
     def make_room(self, count: int, passes: tuple[int, int], *, ends_only: bool = False) -> None:
         """Let `count` states be free, now or once passes in flight have ended, by giving up those that are needed
-        least, as far as there are some. `ends_only`: ends of answers that nobody waits for.
+        least, as far as there are some. `ends_only`: ends of answers that nobody waits for, passed ones first.
         """
         missing = count - self.allocator.num_free - len(self.pending)
         if missing <= 0:
             return
         candidates = sorted(
-            (state not in self.ends, self.kept[state].last_access, state)
-            for state in (self.ends if ends_only else self.kept)
+            (state not in self.passed, state not in self.ends, self.kept[state].last_access, state)
+            for state in (self.ends | self.passed if ends_only else self.kept)
             if not self._readers[state]
         )
         uses: dict[int, int] = {}  # by state, the next one
@@ -262,6 +264,7 @@ class States:
         self.version += 1
         self.given_up_unused += state in self.unused
         self.ends.discard(state)
+        self.passed.discard(state)
         self.unused.discard(state)
         self._give_up(state, passes)
 

@@ -76,7 +76,7 @@ class Driver:
         self._streams: dict[int | str, StreamCall] = {}  # those of them that get news of every pass
         self._inbox: deque[_Submitted] = deque()  # for the next step to submit, or of late requests for later ones
         self._aborts: deque[int | str] = deque()  # ids of requests for the next step to end
-        self._ended: deque[Answer] = deque()  # whose requests may have ended with them, which is yet to be told
+        self._ended: deque[Answer] = deque()  # first answers to what may have ended, which is yet to be told
         self._told: list[Call] = []  # that have news of the last step, and may wait for it
 
     @property
@@ -447,9 +447,10 @@ class Driver:
             engine.scheduler.pace(paced := with_pauses if self._paces() else iter)
             try:
                 # Others go on once the device has its next work, and this thread waits: not while it plans.
-                self._ended += engine.step(self._aborted(), self._tell)
+                ended = engine.step(self._aborted(), self._tell)
+                self._ended += dict.fromkeys(answer.parent or answer for answer in ended)  # each prompt once
                 for _ in paced(range(len(self._ended))):
-                    self._end(self._ended[0].parent or self._ended[0])
+                    self._end(self._ended[0])
                     self._ended.popleft()
                 streams = paced(tuple(self._streams.items()))
                 self._told += [call for request_id, call in streams if call.catch_up(request_id)]

@@ -225,6 +225,21 @@ def test_ends_of_answers_go_first() -> None:
     assert list(states.kept.values()) == [used]
 
 
+def test_passed_ends_go_before_all_others() -> None:
+    """Conversations take turns. Each goes on from its latest end, and nobody from those before."""
+    engine, cache, _ = engine_of(16)
+    histories, last_lens = [tokens_of(talk, 50) for talk in range(10)], [0] * 10
+    for turn in range(6):
+        for talk in range(10):
+            before = cache.cached_tokens
+            (answer,) = engine.submit_all([request(10 * turn + talk, histories[talk])])
+            while engine.has_work:
+                engine.step()
+            assert cache.cached_tokens - before == last_lens[talk]
+            last_lens[talk] = answer.known_len - 1  # the last token is never computed
+            histories[talk] = [*answer.tokens().tolist(), *tokens_of(100 + 10 * turn + talk, 40)]
+
+
 def test_what_others_wait_for_stays() -> None:
     """First go ends, then what nobody waits for, however late it was used, then what saves least for the
     time until its next use.

@@ -1096,6 +1096,20 @@ def test_a_long_queue_is_walked_with_pauses_while_tasks_wait(monkeypatch: pytest
         assert not pauses
 
 
+def test_answers_to_one_prompt_that_end_together_are_gone_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    finished, asked, n = Answer.__dict__["finished"].fget, [0], 200
+
+    def counted(answer: Answer) -> bool:
+        asked[0] += 1
+        return finished(answer)
+
+    monkeypatch.setattr(Answer, "finished", property(counted))
+    with streaming(0.0) as runtime:
+        (output,) = runtime.generate([[1]], Params(n=n, max_new_tokens=3))
+    assert len(output.outputs) == n
+    assert asked[0] < 20 * n
+
+
 # -- sessions ------------------------------------------------------------------------------------------------
 
 

@@ -222,6 +222,7 @@ class Invariants:
         require("4: statistics equal their recount", stats.stateless_tokens == self.world.stateless_tokens)
         require("20: what is not used is kept", states.ends | states.unused <= states.kept.keys())
         require("20: an end is not where prompts part", not states.ends & states.unused)
+        require("20: an end that was passed is kept", states.passed <= states.kept.keys() - states.ends)
         require("20: a kept state knows its node", states.kept == {node.state: node for node in kept})
         for lease in leases:
             at = int(states.at[lease.row])
