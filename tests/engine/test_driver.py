@@ -270,6 +270,28 @@ def test_a_panic_leaves_no_other_call_waiting() -> None:
         assert nothing_is_left(runtime)
 
 
+def test_a_panic_leaves_no_task_waiting() -> None:
+    """The thread that steps for tasks has it, and they have: later ones get another thread."""
+
+    runner = SlowRunner()
+
+    async def both(runtime: Runtime) -> list[Any]:
+        calls = (runtime.async_generate([1], replace(SHORT, max_new_tokens=count)) for count in (2, 30))
+        given = asyncio.gather(*calls, return_exceptions=True)
+        while unfinished(runtime) < 2 and not runner.all_there.is_set():
+            await asyncio.sleep(0.001)
+        runner.all_there.set()
+        return await given
+
+    with Runtime.from_parts(panicking_parts(runner, 0)) as runtime:
+        ((first, second),) = in_time(lambda: asyncio.run(both(runtime)))
+        assert "no output can be made" in first.error
+        assert isinstance(second, Panic)
+        (later,) = in_time(lambda: asyncio.run(both(runtime)))
+        assert [len(output.token_ids) for output in later] == [2, 30]
+        assert nothing_is_left(runtime)
+
+
 def test_a_ctrl_c_just_as_a_call_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """While its traceback lives, the block that it has left is not closed."""
     parts = simulated_parts(ConstantRunner(), RunLimits(400, 8), 40, vocab_size=256, tokenizer=letters())
