@@ -113,9 +113,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_timer = self.loop.call_later(self.timeout_keep_alive, self._end_idle, self._unread())
 
     def _end_idle(self, unread: int) -> None:
-        is_behind = (
-            self.transport.get_write_buffer_size() > 0
-        )  # an answer that is complete may take long to be read
+        # An answer that is complete may take long to be read.
+        is_behind = self.transport.get_write_buffer_size() > 0
         if self.flow.write_paused or (is_behind and self._unread() < unread):
             self._await_head()
         elif self.cycle is None or self.cycle.response_complete:
