@@ -551,7 +551,7 @@ def test_an_answer_that_ends_does_not_ask_all_others(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(Answer, "finished", property(finished))
         output = runtime.generate([5], replace(SHORT, n=count))
     assert len(output.outputs) == count
-    assert len(asked) < 50 * count
+    assert len(asked) < 5 * count
 
 
 def test_another_thread_aborts_by_the_callers_id(builtin: Runtime) -> None:
@@ -1116,20 +1116,6 @@ def test_a_long_queue_is_walked_with_pauses_while_tasks_wait(monkeypatch: pytest
         pauses.clear()
         runtime.generate([[n] for n in range(60)], Params(max_new_tokens=3))
         assert not pauses
-
-
-def test_answers_to_one_prompt_that_end_together_are_gone_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    finished, asked, n = Answer.__dict__["finished"].fget, [0], 200
-
-    def counted(answer: Answer) -> bool:
-        asked[0] += 1
-        return finished(answer)
-
-    monkeypatch.setattr(Answer, "finished", property(counted))
-    with streaming(0.0) as runtime:
-        (output,) = runtime.generate([[1]], Params(n=n, max_new_tokens=3))
-    assert len(output.outputs) == n
-    assert asked[0] < 20 * n
 
 
 # -- sessions ------------------------------------------------------------------------------------------------
