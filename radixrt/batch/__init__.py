@@ -11,7 +11,7 @@ A line's way, in the order of the modules:
         retry, meter         lines of a failed pass; throughput figures and progress bars
     record_writer            one record for each output or error, counted
         error_limit, tally   stops a batch with too many errors; counts of records
-    journal/sinks            takes the records:
+    journal                  takes the records:
         journal, journal_format, manifest    a file that survives a kill, and what it belongs to
         standard_output, waiting_lines       or standard output, in input order
     journal/run_folder       `OUTPUT.run`: its lock (`run_lock`), and the output made of the journal

@@ -28,13 +28,13 @@ class ErrorLimit:
         self._rate = max_error_rate
         self._scan = scan
         self._num_errors = 0
-        self._reasons: Counter[str] = Counter()
         self._of_bad_lines: Counter[str] = Counter()
+        self._reasons: Counter[str] = Counter()
 
     @property
     def failures(self) -> list[str]:
         """Why sound lines have errors: the most frequent reasons with their counts, a line each."""
-        return _named(self._reasons - self._of_bad_lines)
+        return _named(self._reasons)
 
     def check_bad_lines(self) -> None:
         """Raise ErrorRateError if the scan has found too many bad lines."""
@@ -46,7 +46,7 @@ class ErrorLimit:
 
     def end_bad_lines(self) -> None:
         """What is counted from now on are errors of sound lines."""
-        self._of_bad_lines = self._reasons.copy()
+        self._of_bad_lines, self._reasons = self._reasons, Counter()
 
     def count(self, kind: LineErrorType, message: str) -> None:
         """Count a line with an error record."""
@@ -64,8 +64,9 @@ class ErrorLimit:
         return self._rate is not None and num_errors > 0 and num_errors / len(self._scan) > self._rate
 
     def _message(self) -> str:
-        lines = _named(self._reasons)
-        if others := self._num_errors - sum(count for _, count in self._reasons.most_common(_MAX_NAMED)):
+        reasons = self._of_bad_lines + self._reasons
+        lines = _named(reasons)
+        if others := self._num_errors - sum(count for _, count in reasons.most_common(_MAX_NAMED)):
             lines.append(f"  {others:,} x something else")
         return "\n".join(
             [

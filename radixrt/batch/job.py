@@ -11,6 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from radixrt.arrays import Int64Array
 from radixrt.batch.error_limit import ErrorLimit
 from radixrt.batch.formats.compression import check_output_name, encoded
 from radixrt.batch.formats.line_format import LineParser
@@ -231,15 +234,14 @@ class ScannedBatch:
 
     def needs_runtime(self) -> bool:
         """Whether a line without a record can run."""
-        kept = self._kept()
-        missing = ~self.lines.is_bad
-        return bool((missing if kept is None else missing & ~kept.finished).any())
+        return len(self._missing()) > 0
 
     def run(self, runtime: AnyRuntime[R], interrupt: Interrupt | None = None) -> BatchReport:
         """Run each sound line without a record, and write output and report. For the errors see `Batch`.
 
         Where an `interrupt` is given, it takes the place of Ctrl-C and SIGTERM.
         """
+        self._check_lengths(runtime.limits.pool_tokens)
         batch, options = self._batch, self._batch.options
         notice = f"stopping; requests that have begun get {options.drain_seconds:g} seconds to end"
         kept_in = None if batch.folder is None else batch.folder.path
@@ -290,6 +292,27 @@ class ScannedBatch:
             self._make_output(interrupted)
             report = batch_report(self.lines, counts, self._batch.output, self._batch.options, is_complete=True)
             return self._report(report, lambda: plan_of(self.lines, ~self.lines.is_bad), tokenizer)
+
+    def _check_lengths(self, pool_tokens: int) -> None:
+        """Raise BatchFileError if a line that is to run does not fit into the KV pool, and `strict` is set: before
+        there is a journal, which would tie the run to this input.
+        """
+        if not self._batch.options.strict:
+            return
+        missing = self._missing()
+        if len(too_long := missing[self.lines.too_long(missing, pool_tokens)]):
+            raise BatchFileError(
+                f"{len(too_long)} of {len(self.lines)} lines need more than the {pool_tokens:,} tokens of the KV "
+                f"pool, the first one is line {self.lines.lines[too_long[0]] + 1}: raise max_total_tokens or "
+                "memory_fraction. Nothing has run in this call. Without --strict (strict=True) they get error "
+                "records."
+            )
+
+    def _missing(self) -> Int64Array:
+        """Positions of sound lines without a record."""
+        kept = self._kept()
+        sound = ~self.lines.is_bad
+        return np.flatnonzero(sound if kept is None else sound & ~kept.finished)
 
     def _kept(self) -> Kept | None:
         """What an earlier run with as many lines has left."""

@@ -25,7 +25,7 @@ from radixrt.batch.suspects import killed
 from radixrt.batch.tally import Tally
 from radixrt.engine.gc_control import old_objects_left_alone
 from radixrt.engine.signals import Interrupt
-from radixrt.errors import BatchFileError, ParameterError, PromptError, ReplicaLostError, SchedulerError
+from radixrt.errors import ParameterError, PromptError, ReplicaLostError, SchedulerError
 from radixrt.limits import RunLimits
 from radixrt.output import RequestOutput
 from radixrt.planning.batch_plan import BatchPlan, plan_batch
@@ -287,18 +287,10 @@ class BatchRun(Generic[R]):
         """Run each line without a record until all have one or the batch is interrupted.
 
         Raises:
-            BatchFileError: a line does not fit into the KV pool and `strict` is set; nothing has run.
             ErrorRateError: more lines have errors than the limit allows.
             DeviceLostError: the runtime cannot go on.
         """
         records, meter = self._records, self._meter
-        if self._options.strict and len(too_long := self._lines.too_long):
-            raise BatchFileError(
-                f"{len(too_long)} of {len(self._scan)} lines need more than the "
-                f"{self._runtime.limits.pool_tokens:,} tokens of the KV pool, the first one is line "
-                f"{self._scan.lines[too_long[0]] + 1}: raise max_total_tokens or memory_fraction. Nothing has run "
-                "in this call. Without --strict (strict=True) they get error records."
-            )
         records.refuse_bad_lines()
         told = "answering", " requests", len(self._scan), self._options.progress
         with old_objects_left_alone(), progress_bar(*told, done=records.written) as bar:
@@ -364,9 +356,8 @@ class BatchRun(Generic[R]):
         """The sound lines without a record, in the order in which they run."""
         scan, limits = self._scan, self._runtime.limits
         positions = np.flatnonzero(~scan.is_bad & ~self._records.finished)
-        needed = scan.tokens.lengths[positions] + np.maximum(1, scan.new_tokens[positions]) - 1
-        too_long = positions[needed > limits.pool_tokens]
-        positions = positions[needed <= limits.pool_tokens]
+        is_too_long = scan.too_long(positions, limits.pool_tokens)
+        too_long, positions = positions[is_too_long], positions[~is_too_long]
         self._plan = plan = self._plan_of(positions)
         num_answers = scan.demands.num_answers
         if self._options.order == "file":

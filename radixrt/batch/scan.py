@@ -115,6 +115,12 @@ class Scan:
         """What each line asks for, if each answer has its maximum of tokens."""
         return Demands.of(self.tokens.lengths, self.new_tokens, self.num_answers, self.match_limits)
 
+    def too_long(self, positions: Int64Array, pool_tokens: int) -> BoolArray:
+        """Whether an answer to each of these lines may need more than so many slots of a KV pool."""
+        needed = self.tokens.lengths[positions] + np.maximum(1, self.new_tokens[positions]) - 1
+        too_long: BoolArray = needed > pool_tokens
+        return too_long
+
     def summary(self) -> str:
         """How many lines are bad, and the first of them with their problems; "" if there are none."""
         count = sum(self.num_problems.values())

@@ -321,7 +321,7 @@ class Driver:
     def _wait_for_tasks(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
             self._wait(partial(self._no_task_waits, loop), loop)
-        except Exception as error:
+        except BaseException as error:  # also a panic of the tokenizer's: else nobody steps for the loop any more
             with self._mutex:
                 self._proxies.discard(loop)
                 waiting = [call for call, sleeper in self._tasks.items() if sleeper.loop is loop]
@@ -341,7 +341,7 @@ class Driver:
             each.loop is loop and call.requests for call, each in self._listeners.items()
         )
 
-    def _wake(self, keys: Sequence[Any], error: Exception | None = None) -> None:
+    def _wake(self, keys: Sequence[Any], error: BaseException | None = None) -> None:
         """Wake the threads, tasks and listeners of these calls; all but threads raise `error`, if there is one."""
         with self._mutex:
             wakers: list[Waker] = [self._tasks.pop(key) for key in keys if key in self._tasks]

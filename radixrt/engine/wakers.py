@@ -24,7 +24,7 @@ class Waker(Protocol):
 
     loop: asyncio.AbstractEventLoop
 
-    def wake(self, error: Exception | None = None) -> None:
+    def wake(self, error: BaseException | None = None) -> None:
         """Tell it that there is news, or that there will be none because of an error; in its loop's thread."""
         ...
 
@@ -38,9 +38,9 @@ class Sleeper:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self.told: asyncio.Future[Exception | None] = loop.create_future()
+        self.told: asyncio.Future[BaseException | None] = loop.create_future()
 
-    def wake(self, error: Exception | None = None) -> None:
+    def wake(self, error: BaseException | None = None) -> None:
         """See `Waker`."""
         if not self.told.done():  # else it was cancelled
             self.told.set_result(error)
@@ -58,7 +58,7 @@ class NewsListener:
         self, loop: asyncio.AbstractEventLoop, call: PendingCall[Any], on_news: Callable[[], bool]
     ) -> None:
         self.loop, self._call, self._on_news = loop, call, on_news
-        self.told: asyncio.Future[Exception | None] = loop.create_future()
+        self.told: asyncio.Future[BaseException | None] = loop.create_future()
         self._is_due = False
 
     def becomes_due(self) -> bool:
@@ -66,7 +66,7 @@ class NewsListener:
         before, self._is_due = self._is_due, True  # at once, as no other thread gets the interpreter in between
         return not before
 
-    def wake(self, error: Exception | None = None) -> None:
+    def wake(self, error: BaseException | None = None) -> None:
         """See `Waker`."""
         self._is_due = False  # first: what comes from now on may not be taken this time
         if self.told.done():
@@ -81,7 +81,7 @@ class NewsListener:
             self.told.set_result(error)
 
 
-def wake_soon(wakers: Iterable[Waker], error: Exception | None = None) -> None:
+def wake_soon(wakers: Iterable[Waker], error: BaseException | None = None) -> None:
     """Wake them in their loops' threads; from any thread."""
     by_loop: dict[asyncio.AbstractEventLoop, deque[Waker]] = {}
     for waker in wakers:
@@ -91,7 +91,7 @@ def wake_soon(wakers: Iterable[Waker], error: Exception | None = None) -> None:
             loop.call_soon_threadsafe(_wake, loop, waiting, error)
 
 
-def _wake(loop: asyncio.AbstractEventLoop, waiting: deque[Waker], error: Exception | None) -> None:
+def _wake(loop: asyncio.AbstractEventLoop, waiting: deque[Waker], error: BaseException | None) -> None:
     for waker in [waiting.popleft() for _ in range(min(WOKEN_AT_ONCE, len(waiting)))]:
         waker.wake(error)
     if waiting:

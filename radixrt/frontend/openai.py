@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -125,9 +126,8 @@ def asked_prompt(url: str, given: dict[str, Any]) -> str | list[int] | Chat:
                 f"{_PROMPTS} is {as_json(prompts)}; it must be {as_json(not is_continued)} here, or left out"
             )
         checked = [_message(f"messages[{place}]", one) for place, one in enumerate(messages)]
-        left_out = ("tools",) if given.get("tool_choice") == "none" else ()  # the model is to see none
-        more = {name: given[name] for name in _OF_CHATS if name in given and name not in left_out}
-        return Chat.of({"messages": checked, **more})
+        chat = Chat.of({"messages": checked, **{name: given[name] for name in _OF_CHATS if name in given}})
+        return replace(chat, tools=[]) if given.get("tool_choice") == "none" else chat  # the model is to see none
     prompt = given.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
         if len(prompt) > 1:

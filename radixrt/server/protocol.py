@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import sys
+import termios
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from httptools import HttpRequestParser
@@ -28,7 +31,6 @@ class BoundedProtocol(HttpToolsProtocol):
 
     _head_timer: asyncio.TimerHandle | None = None
     _read_timer: asyncio.TimerHandle | None = None
-    _unread_bytes = 0  # when the timer was set
     _open: Sequence[RequestResponseCycle] = ()  # those whose responses are not complete; several in a row
     _on_resumed: Callable[[], None] | None = None
     _outside_bytes = 0  # that came since the last bytes of a body, or end of a head or message
@@ -108,10 +110,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _await_head(self) -> None:
         _cancel(self._head_timer)
-        self._head_timer = self.loop.call_later(self.timeout_keep_alive, self._end_idle)
+        self._head_timer = self.loop.call_later(self.timeout_keep_alive, self._end_idle, self._unread())
 
-    def _end_idle(self) -> None:
-        if self.flow.write_paused:  # an answer that is complete may take long to be read
+    def _end_idle(self, unread: int) -> None:
+        # An answer that is complete may take long to be read.
+        is_behind = self.transport.get_write_buffer_size() > 0
+        if self.flow.write_paused or (is_behind and self._unread() < unread):
             self._await_head()
         elif self.cycle is None or self.cycle.response_complete:
             self.transport.abort()
@@ -122,11 +126,22 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _await_reader(self) -> None:
         _cancel(self._read_timer)
-        self._unread_bytes = self.transport.get_write_buffer_size()  # nothing is added while writing is paused
-        self._read_timer = self.loop.call_later(self.timeout_keep_alive, self._end_unread)
+        # Nothing is added while writing is paused.
+        self._read_timer = self.loop.call_later(self.timeout_keep_alive, self._end_unread, self._unread())
 
-    def _end_unread(self) -> None:
-        if self.transport.get_write_buffer_size() < self._unread_bytes:
+    def _unread(self) -> int:
+        """Bytes that were written and have not come to the client's system. Those in the buffer of this one count,
+        too: it takes more only once a third of it, a megabyte or more, is free.
+        """
+        count, connected = self.transport.get_write_buffer_size(), self.transport.get_extra_info("socket")
+        if connected is not None:
+            with suppress(OSError):  # a system that does not tell
+                held = fcntl.ioctl(connected.fileno(), termios.TIOCOUTQ, bytes(4))
+                count += int.from_bytes(held, sys.byteorder)
+        return count
+
+    def _end_unread(self, unread: int) -> None:
+        if self._unread() < unread:
             self._await_reader()
         else:
             self.transport.abort()

@@ -24,7 +24,7 @@ import radixrt.frontend.request_builder
 import radixrt.replicas.group  # as long as it gets the real builder
 import radixrt.verify.matrix
 from radixrt.batch.job import Batch
-from radixrt.batch.journal.run_folder import RunFolder
+from radixrt.batch.journal.run_folder import RunFolder, run_path
 from radixrt.cli import main
 from radixrt.cli.options import MODEL, SAMPLING, SCHEDULE, add_options, sampling_params
 from radixrt.config import RuntimeConfig
@@ -457,8 +457,21 @@ def test_why_sound_lines_have_errors_is_told(tmp_path: Path, capsys: pytest.Capt
     assert main(strict) == 2
     told = "2 of 2 lines need more than the 10 tokens of the KV pool, the first one is line 2: raise max_total"
     assert told in capsys.readouterr().err
+    assert not run_path(tmp_path / "out.jsonl").exists()  # it would be tied to this input
     strict[strict.index("10")] = "400"
     assert main(strict) == 0
+
+
+def test_sound_lines_errors_are_told_behind_many_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of which more differ than are remembered."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    bad = [b'{"prompt": "a", "key%d": 1}' % number for number in range(110)]
+    source.write_bytes(b"\n".join([*bad, SOUND]))
+    words = f"--output {output} --device cpu --max-total-tokens 10 --no-progress"
+    assert main(["batch", "--input", str(source), *words.split()]) == 3
+    assert "radixrt: errors of the run:\n  1 x invalid_prompt: the prompt needs" in capsys.readouterr().err
 
 
 def test_one_sound_line_makes_a_batch_good(batch: list[str]) -> None:

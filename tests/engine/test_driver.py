@@ -270,6 +270,28 @@ def test_a_panic_leaves_no_other_call_waiting() -> None:
         assert nothing_is_left(runtime)
 
 
+def test_a_panic_leaves_no_task_waiting() -> None:
+    """The thread that steps for tasks has it, and they have: later ones get another thread."""
+
+    runner = SlowRunner()
+
+    async def both(runtime: Runtime) -> list[Any]:
+        calls = (runtime.async_generate([1], replace(SHORT, max_new_tokens=count)) for count in (2, 30))
+        given = asyncio.gather(*calls, return_exceptions=True)
+        while unfinished(runtime) < 2 and not runner.all_there.is_set():
+            await asyncio.sleep(0.001)
+        runner.all_there.set()
+        return await given
+
+    with Runtime.from_parts(panicking_parts(runner, 0)) as runtime:
+        ((first, second),) = in_time(lambda: asyncio.run(both(runtime)))
+        assert "no output can be made" in first.error
+        assert isinstance(second, Panic)
+        (later,) = in_time(lambda: asyncio.run(both(runtime)))
+        assert [len(output.token_ids) for output in later] == [2, 30]
+        assert nothing_is_left(runtime)
+
+
 def test_a_ctrl_c_just_as_a_call_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """While its traceback lives, the block that it has left is not closed."""
     parts = simulated_parts(ConstantRunner(), RunLimits(400, 8), 40, vocab_size=256, tokenizer=letters())
@@ -529,7 +551,7 @@ def test_an_answer_that_ends_does_not_ask_all_others(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(Answer, "finished", property(finished))
         output = runtime.generate([5], replace(SHORT, n=count))
     assert len(output.outputs) == count
-    assert len(asked) < 50 * count
+    assert len(asked) < 5 * count
 
 
 def test_another_thread_aborts_by_the_callers_id(builtin: Runtime) -> None:
@@ -1094,20 +1116,6 @@ def test_a_long_queue_is_walked_with_pauses_while_tasks_wait(monkeypatch: pytest
         pauses.clear()
         runtime.generate([[n] for n in range(60)], Params(max_new_tokens=3))
         assert not pauses
-
-
-def test_answers_to_one_prompt_that_end_together_are_gone_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    finished, asked, n = Answer.__dict__["finished"].fget, [0], 200
-
-    def counted(answer: Answer) -> bool:
-        asked[0] += 1
-        return finished(answer)
-
-    monkeypatch.setattr(Answer, "finished", property(counted))
-    with streaming(0.0) as runtime:
-        (output,) = runtime.generate([[1]], Params(n=n, max_new_tokens=3))
-    assert len(output.outputs) == n
-    assert asked[0] < 20 * n
 
 
 # -- sessions ------------------------------------------------------------------------------------------------

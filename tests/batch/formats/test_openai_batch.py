@@ -349,6 +349,8 @@ def test_tools_and_calls_are_for_the_template() -> None:
         chat = parse(line(messages=called, tools=TOOLS, tool_choice=choice)).prompt
         assert isinstance(chat, Chat)
         assert chat.tools == shown
+        refusal = refused(line(messages=called, tools="weather", tool_choice=choice))
+        assert refusal.message == "tools are of type str; they must be a list"
 
 
 def test_a_message_that_goes_on() -> None:
