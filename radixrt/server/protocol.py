@@ -135,7 +135,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """
         count, connected = self.transport.get_write_buffer_size(), self.transport.get_extra_info("socket")
         if connected is not None:
-            with suppress(OSError):  # a system that does not tell
+            with suppress(OSError, ValueError):  # a system that does not tell, or a socket that is closed
                 held = fcntl.ioctl(connected.fileno(), termios.TIOCOUTQ, bytes(4))
                 count += int.from_bytes(held, sys.byteorder)
         return count
