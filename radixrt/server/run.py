@@ -25,7 +25,7 @@ from radixrt.server.protocol import BoundedProtocol
 
 _SWITCH_SECONDS = 5e-4  # after which the thread that steps gets the interpreter back; by default it waits 5 ms
 _CUT_SECONDS = 5  # for requests that are cut; uvicorn cancels what is left, with tracebacks
-_HANG_SECONDS = 5  # for the pass that runs, after a second signal
+HANG_SECONDS = 5  # for the pass that runs, after a second signal
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
@@ -123,7 +123,7 @@ class Listener(_Unsignalled):
             self.force_exit = True
             if loop is not None and not loop.is_closed():
                 loop.call_soon_threadsafe(self._cut)
-                loop.call_soon_threadsafe(end_process_within, _HANG_SECONDS, self.signal)
+                loop.call_soon_threadsafe(end_process_within, HANG_SECONDS, self.signal)
 
     def _cut(self) -> None:
         """Let the requests end as if their clients had gone away."""

@@ -147,7 +147,7 @@ def test_a_second_signal_ends_it_though_a_pass_hangs(drain: str, tmp_path: Path)
         served.process.send_signal(signal.SIGTERM)
         assert served.process.wait(15) == 128 + signal.SIGTERM
         assert isinstance(asked.exception(), httpx.TransportError)
-    assert "radixrt: what runs has not ended within 5 s, and the process ends with it" in served.told()
+    assert "radixrt: what runs has not ended within 1 s, and the process ends with it" in served.told()
     assert "Traceback" not in served.told()
 
 

@@ -1,4 +1,4 @@
-"""The command `radixrt`, with passes that never end."""
+"""The command `radixrt`, with passes that never end, and less patience with these."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from radixrt.cli import main
 from radixrt.engine.engine import Engine
+from radixrt.server import run
 
 
 def hang(*_: Any) -> None:
@@ -16,4 +17,5 @@ def hang(*_: Any) -> None:
 
 if __name__ == "__main__":
     Engine.step = hang  # type: ignore[method-assign, assignment]
+    run.HANG_SECONDS = 1
     sys.exit(main())
