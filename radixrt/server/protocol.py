@@ -25,8 +25,7 @@ _FRAMING = (b"content-length", b"transfer-encoding")
 class BoundedProtocol(HttpToolsProtocol):
     """Ends a connection on which no head of a request comes in time, also if it comes byte by byte, and one whose
     client reads nothing of a response. A head of more than 64 KiB that comes in parts is refused, and so is what
-    follows a body.
-    An upgrade that is asked for, such as to HTTP/2 (h2c) by Java's client, is not taken notice of.
+    follows a body. An upgrade that is asked for, such as to HTTP/2 (h2c) by Java's client, is not taken notice of.
     """
 
     _head_timer: asyncio.TimerHandle | None = None

@@ -134,7 +134,8 @@ class PeerSum:
 
     def join(self, part: Tensor, out: Tensor) -> Tensor:
         """Fill `out` `[num_rows, ranks * size]`, contiguous, with the ranks' parts `[num_rows, size]` side by
-        side, by as many launches as it takes for each one's rows to fit. Returns it.
+        side, by as many launches as it takes for each one's rows to fit. Returns it. All are of one dtype: raises
+        ValueError where `out` is of another one, or of another shape.
         """
         num_rows, size = part.shape
         if out.shape != (num_rows, self._size * size) or out.dtype != part.dtype or not out.is_contiguous():
