@@ -6,10 +6,11 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from radixrt.models.config import generation_defaults, read_architecture
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import whole_of
 from radixrt.models.registry import find_architecture
+from radixrt.models.weight_files import WeightSource, WeightTensors
 from radixrt.ranks.followers import Followers, start_followers
 from radixrt.ranks.kept_parts import KeptParts
 from radixrt.ranks.leading_runner import LeadingRunner
@@ -78,29 +80,41 @@ class LoadedModel:
             scales[first_layer:end_layer, :, first_head:end_head] = torch.from_numpy(each.scales)
         return fingerprint, scales
 
-    def reload(self, source: str | Path, *, before_change: Callable[[], None]) -> None:
+    def reload(self, source: WeightSource, *, before_change: Callable[[], None]) -> None:
         self._fingerprint = None
         followers = self._followers
-        if os.path.exists(source):
-            source = Path(source).resolve()  # others may have started in another folder
+        if followers is None:
+            self._rank.reload(source, before_change)
+        elif isinstance(source, Mapping):
+            asked: list[int] = []
+            with TemporaryDirectory(prefix="radixrt-weights-") as folder:
+                WeightTensors(source).write(file := Path(folder) / "weights.safetensors")
+                try:
+                    self._reload_all(followers, file, before_change, asked)
+                finally:  # a Ctrl-C leaves others that read it
+                    if asked:
+                        followers.wait_for(*asked)
+        else:
+            if os.path.exists(source):
+                source = Path(source).resolve()  # others may have started in another folder
+            self._reload_all(followers, source, before_change, [])
 
-        asked: list[int] = []
-
+    def _reload_all(
+        self, followers: Followers, source: str | Path, before_change: Callable[[], None], asked: list[int]
+    ) -> None:
         def change() -> None:
             before_change()
-            if followers is not None:  # they read what has been found sound here
-                asked.append(followers.ask({"reload": str(source)}))
+            asked.append(followers.ask({"reload": str(source)}))  # they read what has been found sound here
 
         try:
             self._rank.reload(source, change)
         except Exception as error:
             # Others that compute scales wait for this rank.
             waits = not isinstance(error, RadixrtError) or self.kv_pool.scales is not None
-            if followers is not None and asked and waits:
+            if asked and waits:
                 raise DeviceLostError(followers.why_lost(error)) from error
             raise
-        if followers is not None:
-            followers.wait_for(*asked)
+        followers.wait_for(*asked)
 
     def save_cache(self, path: Path, weights_version: int, *, progress: bool) -> Saved:
         return self.storage.save(path, weights_version, self.identity(), progress=progress)

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
     from radixrt.batch.options import BatchOptions
     from radixrt.cache.radix_tree import RadixTree
+    from radixrt.models.weight_files import WeightSource
     from radixrt.report.batch_report import BatchReport
 
 _Built = tuple[list[RequestOutput], Sequence[Request]]  # of prompts that cannot run, and for those that can
@@ -595,8 +596,13 @@ class Runtime:
         with deferred():
             return self._driver.between_passes(lambda: self.parts.cache.flush())
 
-    def update_weights(self, source: str | Path) -> None:
+    def update_weights(self, source: WeightSource) -> None:
         """Load other weights of the same model, after the running requests, and forget all prefixes.
+
+        Args:
+            source: a folder or hub id, as a model's; one safetensors file; or tensors by the names that files of
+                the model have, on any device, such as a training loop's `state_dict()`. The last two hold all
+                tensors of the model, and its config stays.
 
         Raises ModelError if the source is not a checkpoint of this model; nothing has changed then. Any other
         error, such as that of an unreadable file, leaves weights of both: call this again. But DeviceLostError, if

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -13,7 +12,6 @@ from typing import Literal, get_args
 import psutil
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from layers.norm import RMSNorm
@@ -31,7 +29,16 @@ from radixrt.models.families import text_models_of
 from radixrt.models.multimodal import text_name
 from radixrt.models.rank_part import rank_part
 from radixrt.models.registry import find_architecture
-from radixrt.models.weight_files import INDEX_FILE, StoredTensor, WeightFiles, abbreviate, num_layers_of
+from radixrt.models.weight_files import (
+    INDEX_FILE,
+    StoredTensor,
+    WeightFiles,
+    Weights,
+    WeightSource,
+    WeightTensors,
+    abbreviate,
+    num_layers_of,
+)
 from triton_ops.e4m3 import E4M3, FIRST_CAPABILITY
 from triton_ops.implementation import Impl, gpu_of, runs_triton
 from triton_ops.linear.int4_linear import GROUP
@@ -137,7 +144,7 @@ def load_model(
     if files is None:
         _fill_randomly(model, whole, config.initializer_range, seed)
     else:
-        _fill_from_files(model, whole, config, files)
+        _fill(model, whole, config, files)
     return model.eval(), config
 
 
@@ -158,14 +165,35 @@ def whole_of(model: Decoder, config: ModelConfig) -> Decoder:
 
 
 def reload_weights(
-    model: Decoder, config: ModelConfig, source: str | Path, *, before_change: Callable[[], object]
+    model: Decoder,
+    config: ModelConfig,
+    source: WeightSource,
+    *,
+    before_change: Callable[[], object],
 ) -> None:
-    """Replace a model's weights by those of `source`, another checkpoint of the same shape. `config` is that of
-    the whole model, as `load_model` has returned it.
+    """Replace a model's weights by those of `source`: another checkpoint of the same shape, one safetensors file,
+    or tensors by name. `config` is that of the whole model, as `load_model` has returned it.
 
     Names and shapes of all tensors are checked first: after a ModelError nothing has changed. `before_change` is
     called before the first weight is replaced.
     """
+    weights = _weights_of(source, config)
+    whole = whole_of(model, config)
+    _check_stored(whole, config, weights, weights.stored())
+    before_change()
+    _fill(model, whole, config, weights)
+    if model.placement.device.type == "cuda":  # other threads, and so other streams, read them next
+        torch.cuda.synchronize(model.placement.device)
+
+
+def _weights_of(source: WeightSource, config: ModelConfig) -> Weights:
+    """Those of `source`. Raises ModelError where they are not of a model of this shape, if it tells."""
+    if isinstance(source, Mapping):
+        return WeightTensors(source)
+    if not isinstance(source, (str, Path)):
+        raise ModelError(f"weights are a {type(source).__name__}; give a path, a hub id or tensors by name")
+    if (file := Path(os.path.expanduser(source))).suffix == ".safetensors" and file.is_file():
+        return WeightFiles(file.parent, (file,), frozenset())
     folder = model_folder(source)
     other = find_architecture(read_architecture(folder)).config_class.from_folder(folder)
     other = other.with_context_length(config.context_length)
@@ -178,11 +206,7 @@ def reload_weights(
     ]
     if differing:
         raise ModelError(f"{folder} is not a checkpoint of this model: {'; '.join(differing)}")
-    files = WeightFiles.of(folder)
-    whole = whole_of(model, config)
-    _check_stored(whole, config, files, files.stored())
-    before_change()
-    _fill_from_files(model, whole, config, files)
+    return WeightFiles.of(folder)
 
 
 def model_folder(source: str | Path, *, weights: bool = True, revision: str | None = None) -> Path:
@@ -300,8 +324,8 @@ def multiplies_quantised(
     return gpu_of(device).capability >= FIRST_CAPABILITY
 
 
-def _check_stored(model: Decoder, config: ModelConfig, files: WeightFiles, stored: list[StoredTensor]) -> None:
-    """Compare the tensors that files hold with those of `model`, which may be on "meta". Raises ModelError."""
+def _check_stored(model: Decoder, config: ModelConfig, weights: Weights, stored: list[StoredTensor]) -> None:
+    """Compare the tensors of a checkpoint with those of `model`, which may be on "meta". Raises ModelError."""
     places = dict(model.checkpoint_tensors())
     missing = dict(places)
     extra, found = [], set()
@@ -314,16 +338,16 @@ def _check_stored(model: Decoder, config: ModelConfig, files: WeightFiles, store
                 extra.append(name)
                 continue
             if name not in missing:
-                raise ModelError(f"tensor {name} is stored twice; the second time in {tensor.file}")
+                raise ModelError(f"tensor {name} is stored twice; the second time in {tensor.where}")
             place = missing.pop(name)
             if part.shape != place.shape:
                 raise ModelError(
-                    f"tensor {name} in {tensor.file} has shape {list(part.shape)}; "
+                    f"tensor {name} in {tensor.where} has shape {list(part.shape)}; "
                     f"config.json asks for {list(place.shape)}"
                 )
             _check_dtype_of(tensor, name, place)
-    _check_groups(model, config, stored)
-    _check_tied_head(model, config, stored)
+    _check_groups(model, config, weights)
+    _check_tied_head(model, config, weights, stored)
     wrong = []
     if missing:
         wrong.append(f"{len(missing)} tensors are missing: {abbreviate(sorted(missing))}")
@@ -331,18 +355,18 @@ def _check_stored(model: Decoder, config: ModelConfig, files: WeightFiles, store
         wrong.append(f"{len(extra)} tensors belong nowhere: {abbreviate(sorted(extra))}")
     if wrong:
         raise ModelError(
-            f"the weights in {files.folder} are not those of the {config.architecture} of config.json: "
+            f"the weights in {weights} are not those of the {config.architecture} of config.json: "
             + "; ".join(wrong)
         )
-    if absent := sorted(name for name in files.named - found if not _is_ignored(name, config)):
+    if absent := sorted(name for name in weights.named - found if not _is_ignored(name, config)):
         raise ModelError(
-            f"{files.folder / INDEX_FILE} names {len(absent)} tensors that no file holds: {abbreviate(absent)}"
+            f"{weights}/{INDEX_FILE} names {len(absent)} tensors that no file holds: {abbreviate(absent)}"
         )
 
 
 def _check_dtype_of(tensor: StoredTensor, name: str, place: Place) -> None:
     """Raise ModelError unless the place takes the stored dtype."""
-    told = f"tensor {name} in {tensor.file} is stored as {tensor.dtype}"
+    told = f"tensor {name} in {tensor.where} is stored as {tensor.dtype}"
     if (asked := _STORED_AS.get(place.dtype)) is not None:
         if tensor.dtype != asked:
             raise ModelError(f"{told}; by the quantization_config of config.json it must be {asked}")
@@ -355,24 +379,21 @@ def _check_dtype_of(tensor: StoredTensor, name: str, place: Place) -> None:
         )
 
 
-def _check_groups(model: Decoder, config: ModelConfig, stored: list[StoredTensor]) -> None:
+def _check_groups(model: Decoder, config: ModelConfig, weights: Weights) -> None:
     """Raise ModelError where GPTQ's `g_idx` puts inputs into other groups than 128 neighbours."""
     if config.quantization is None or config.quantization.words is None:
         return
-    for tensor in stored:
-        if not tensor.name.endswith(".g_idx"):
-            continue
-        with safe_open(tensor.file, framework="pt", device="cpu") as tensors:
-            found = tensors.get_tensor(tensor.name)
-        for name, part in _parts(model, config, tensor.name, found):
-            if not torch.equal(part, torch.arange(len(part), device="cpu").div(GROUP, rounding_mode="floor")):
+    for stored, tensor in weights.tensors(lambda stored: stored.name.endswith(".g_idx")):
+        for _, part in _parts(model, config, stored, tensor):
+            expected = torch.arange(len(part), device=part.device).div(GROUP, rounding_mode="floor")
+            if not torch.equal(part, expected):
                 raise ModelError(
-                    f"tensor {name} in {tensor.file} puts inputs into groups in another order than theirs; take a "
+                    f"tensor {stored} in {weights} puts inputs into groups in another order than theirs; take a "
                     "checkpoint with desc_act false, or one that is not quantised"
                 )
 
 
-def _check_tied_head(model: Decoder, config: ModelConfig, stored: list[StoredTensor]) -> None:
+def _check_tied_head(model: Decoder, config: ModelConfig, weights: Weights, stored: list[StoredTensor]) -> None:
     """Raise ModelError where a head is stored that is tied by config.json, and yet another than the embedding."""
     if not config.tie_word_embeddings:
         return
@@ -381,25 +402,21 @@ def _check_tied_head(model: Decoder, config: ModelConfig, stored: list[StoredTen
         for name, _ in _parts(model, config, tensor.name, torch.empty(tensor.shape, device="meta")):
             if name in ("model.embed_tokens.weight", "lm_head.weight"):
                 found[name] = tensor
-    if len(found) == 2 and not _are_equal(*found.values()):
+    if len(found) == 2 and not _are_equal(weights, *found.values()):
         head = found["lm_head.weight"]
         raise ModelError(
-            f"tensor {head.name} in {head.file} differs from the embedding, but tie_word_embeddings is true in "
+            f"tensor {head.name} in {head.where} differs from the embedding, but tie_word_embeddings is true in "
             "config.json; set it to false there if the head is meant, or leave the tensor out"
         )
 
 
-def _are_equal(first: StoredTensor, second: StoredTensor) -> bool:
+def _are_equal(weights: Weights, first: StoredTensor, second: StoredTensor) -> bool:
     if first.shape != second.shape:
         return False
-    with ExitStack() as opened:
-        slices = [
-            opened.enter_context(safe_open(one.file, framework="pt", device="cpu")).get_slice(one.name)
-            for one in (first, second)
-        ]
-        starts = range(0, first.shape[0], _COMPARED_ROWS)
-        pieces = ([each[start : start + _COMPARED_ROWS].float() for each in slices] for start in starts)
-        return all(torch.equal(*pair) for pair in pieces)
+    one, other = (tensor for _, tensor in weights.tensors(lambda each: each in (first, second)))
+    starts = range(0, len(one), _COMPARED_ROWS)
+    pieces = ([each[start : start + _COMPARED_ROWS].float() for each in (one, other)] for start in starts)
+    return all(torch.equal(own, others.to(own.device)) for own, others in pieces)
 
 
 def _parts(model: Decoder, config: ModelConfig, stored: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -421,28 +438,27 @@ def _is_ignored(name: str, config: ModelConfig) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
 
 
-def _fill_from_files(model: Decoder, whole: Decoder, config: ModelConfig, files: WeightFiles) -> None:
+def _fill(model: Decoder, whole: Decoder, config: ModelConfig, weights: Weights) -> None:
     """Copy every tensor into place, the rank's part of it; `_check_stored` has found all of them in `whole`.
 
-    A file is mapped to memory: what is cut off is not read, but for rows whose columns are cut finer than pages.
-    What other stages have is not even mapped.
+    Of files that is mapped to memory: what is cut off is not read, but for rows whose columns are cut finer than
+    pages.
     """
     places, wholes = dict(model.checkpoint_tensors()), dict(whole.checkpoint_tensors())
     elsewhere = wholes.keys() - places.keys()
-    for file in files.files:
-        try:
-            with safe_open(file, framework="pt", device="cpu") as tensors:
-                for stored in tensors.keys():  # noqa: SIM118 (not a mapping)
-                    if elsewhere:
-                        shape = torch.empty(tensors.get_slice(stored).get_shape(), device="meta")
-                        if not any(name in places for name, _ in _parts(whole, config, stored, shape)):
-                            continue
-                    for name, tensor in _parts(whole, config, stored, tensors.get_tensor(stored)):
-                        if not _is_ignored(name, config) and name not in elsewhere:
-                            place = places[name]
-                            place.copy_(rank_part(name, tensor, wholes[name], place, model.placement.ranks))
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{file} cannot be read: {error}") from error
+
+    def is_wanted(stored: StoredTensor) -> bool:  # what other stages have is not even mapped
+        if not elsewhere:
+            return True
+        shape = torch.empty(stored.shape, device="meta")
+        return any(name in places for name, _ in _parts(whole, config, stored.name, shape))
+
+    for stored, tensor in weights.tensors(is_wanted):
+        for name, part in _parts(whole, config, stored, tensor):
+            if not _is_ignored(name, config) and name not in elsewhere:
+                place = places[name]
+                own = rank_part(name, part, wholes[name], place, model.placement.ranks)
+                place.copy_(own if isinstance(place, Tensor) else own.cpu())
 
 
 def _check_fits(skeleton: Decoder, config: ModelConfig, device: torch.device) -> None:

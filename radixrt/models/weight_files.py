@@ -1,14 +1,20 @@
-"""The safetensors files of a model folder: which there are, and what their headers say is in them."""
+"""Where a checkpoint's tensors are: in safetensors files, or in memory; and what they say of themselves."""
 
 # Tests: tests/models/test_loader.py
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
+import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
 from radixrt.errors import ModelError
 from radixrt.models.config import read_json
@@ -24,14 +30,52 @@ MAX_HEADER_BYTES = 2**26  # of all files
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 
 
+WeightSource = str | Path | Mapping[str, Tensor]  # as of `Runtime.update_weights`
+
+_WORDS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.uint8: "U8",
+    torch.int32: "I32",
+}
+
+
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, as its header describes it; `dtype` in the words of safetensors, such as "BF16"."""
+    """A tensor of a checkpoint.
 
-    file: Path
+    Attributes:
+        where: the file that it is in, or what else, for errors.
+        dtype: in the words of safetensors, such as "BF16".
+    """
+
+    where: Path | str
     name: str
     shape: tuple[int, ...]
     dtype: str
+
+
+Wanted = Callable[[StoredTensor], bool]
+
+
+class Weights(Protocol):
+    """The tensors of a checkpoint. `str` of it tells where they are, for errors.
+
+    Attributes:
+        named: those that must be there, where something says so.
+    """
+
+    @property
+    def named(self) -> frozenset[str]: ...
+
+    def stored(self) -> list[StoredTensor]:
+        """All of them, without their numbers. Raises ModelError."""
+
+    def tensors(self, wanted: Wanted) -> Iterator[tuple[str, Tensor]]:
+        """The wanted ones by name, each when it is its turn. Raises ModelError."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +85,9 @@ class WeightFiles:
     folder: Path
     files: tuple[Path, ...]
     named: frozenset[str]
+
+    def __str__(self) -> str:
+        return str(self.folder)
 
     @classmethod
     def of(cls, folder: Path) -> WeightFiles:
@@ -72,15 +119,82 @@ class WeightFiles:
         left = MAX_HEADER_BYTES
         found: list[StoredTensor] = []
         for file in self.files:
-            try:
+            with _refusals(file):
                 left -= _header_bytes(file, left)
                 with safe_open(file, framework="pt", device="cpu") as tensors:
-                    for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                        part = tensors.get_slice(name)
-                        found.append(StoredTensor(file, name, tuple(part.get_shape()), part.get_dtype()))
-            except (SafetensorError, OSError) as error:
-                raise ModelError(f"{file} cannot be read: {error}") from error
+                    found += _in_file(file, tensors)
         return found
+
+    def tensors(self, wanted: Wanted) -> Iterator[tuple[str, Tensor]]:
+        """A file is mapped to memory: of what nobody looks at nothing is read."""
+        for file in self.files:
+            with _refusals(file), safe_open(file, framework="pt", device="cpu") as tensors:
+                for stored in _in_file(file, tensors):
+                    if wanted(stored):
+                        yield stored.name, tensors.get_tensor(stored.name)
+
+
+class WeightTensors:
+    """Tensors in memory, by the names that they have in the model's files: on any device, as a state dict.
+
+    Raises ModelError where one is no tensor with numbers of its own.
+    """
+
+    named: frozenset[str] = frozenset()
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, Tensor):
+                raise ModelError(f"{name!r} of the given weights is a {type(tensor).__name__}, not a tensor")
+            if hasattr(tensor, "full_tensor"):
+                raise ModelError(f"{name} of the given weights is in parts (DTensor); give its full_tensor()")
+            if tensor.is_meta or tensor.layout is not torch.strided:
+                kind = "on the device meta" if tensor.is_meta else f"of the layout {tensor.layout}"
+                raise ModelError(f"{name} of the given weights is {kind}")
+        self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+
+    def __str__(self) -> str:
+        return "the given mapping"
+
+    def stored(self) -> list[StoredTensor]:
+        return [_of_tensor(name, tensor) for name, tensor in self._tensors.items()]
+
+    def tensors(self, wanted: Wanted) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._tensors.items():
+            if wanted(_of_tensor(name, tensor)):
+                yield name, tensor
+
+    def write(self, file: Path) -> None:
+        """Make a safetensors file of them. Raises OSError."""
+        own, storages = dict[str, Tensor](), set[int]()
+        for name, tensor in self._tensors.items():
+            own[name] = tensor.cpu().contiguous()
+            if (storage := own[name].untyped_storage().data_ptr()) in storages:
+                own[name] = own[name].clone()  # such as a tied head: a file has each by itself
+            storages.add(storage)
+        try:
+            save_file(own, file)
+        except SafetensorError as error:
+            raise OSError(f"{file} cannot be written: {error}") from error
+
+
+def _of_tensor(name: str, tensor: Tensor) -> StoredTensor:
+    dtype = _WORDS.get(tensor.dtype, str(tensor.dtype))
+    return StoredTensor("the given mapping", name, tuple(tensor.shape), dtype)
+
+
+def _in_file(file: Path, tensors: Any) -> Iterator[StoredTensor]:
+    for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+        part = tensors.get_slice(name)
+        yield StoredTensor(file, name, tuple(part.get_shape()), part.get_dtype())
+
+
+@contextmanager
+def _refusals(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file} cannot be read: {error}") from error
 
 
 def _header_bytes(file: Path, most: int) -> int:

@@ -92,7 +92,7 @@ class NoWeights:
     def identity(self) -> dict[str, Any]:
         return {"weights": "none"}
 
-    def reload(self, source: str | Path, *, before_change: Callable[[], None]) -> None:
+    def reload(self, source: object, *, before_change: Callable[[], None]) -> None:
         before_change()
 
     def save_cache(self, path: Path, weights_version: int, *, progress: bool) -> Saved:

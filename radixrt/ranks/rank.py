@@ -46,6 +46,7 @@ from radixrt.limits import NO_PASSES, PASS_BYTES, PassLimits, requests_at_once, 
 from radixrt.models.config import GENERATION_DEFAULTS, ModelConfig, generation_defaults
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import check_dtype, load_model, model_folder, reload_weights, whole_of
+from radixrt.models.weight_files import WeightSource
 from radixrt.processors import usable_processors
 from radixrt.ranks.group import ALONE, RankGroup
 from radixrt.ranks.messages import RankIdentity
@@ -123,7 +124,7 @@ class RankParts:
             None if scales is None else scales.cpu().numpy(),
         )
 
-    def reload(self, source: str | Path, before_change: Callable[[], None] = lambda: None) -> None:
+    def reload(self, source: WeightSource, before_change: Callable[[], None] = lambda: None) -> None:
         """Read other weights of the same shape. Raises as `Runtime.update_weights`."""
         reload_weights(self.decoder, self.config, source, before_change=before_change)
         if self.kv_pool.scales is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 import threading
 import time
@@ -28,7 +29,7 @@ from radixrt.checks import check_float, check_int
 from radixrt.config import RuntimeConfig
 from radixrt.engine.gc_control import old_objects_left_alone
 from radixrt.engine.signals import deferred
-from radixrt.errors import DeviceLostError, PassError, RadixrtError, ReplicaLostError
+from radixrt.errors import DeviceLostError, ParameterError, PassError, RadixrtError, ReplicaLostError
 from radixrt.frontend.arguments import OnError, Params, Prompt, listed_prompts
 from radixrt.frontend.request_builder import builder_without_weights
 from radixrt.limits import HANG_SECONDS, RunLimits
@@ -39,6 +40,7 @@ from radixrt.planning.cards import CARDS, shape_of
 from radixrt.planning.shards import Pieces, pieces_of, shards
 from radixrt.replicas.links import Links, Processes, placements
 from radixrt.replicas.replica import Replica, ReplicaFigures
+from radixrt.replicas.weights import GroupWeights
 from radixrt.schedule.activity import Activity
 from radixrt.schedule.request import Request
 
@@ -46,7 +48,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from radixrt.batch.options import BatchOptions
+    from radixrt.models.weight_files import WeightSource
     from radixrt.report.batch_report import BatchReport
+
+_log = logging.getLogger(__name__)
 
 EXIT_SECONDS = 10.0  # that processes have to end by themselves
 WAIT_SECONDS = 0.1  # for news, before signals and replicas are looked at again
@@ -106,6 +111,7 @@ class ReplicaGroup:
             links, num_replicas = Processes(placed), len(placed)
         self._links, self._calls = links, itertools.count()
         self._clock = clock
+        self._weights = GroupWeights()
         self._call = threading.Lock()  # held by a call that is not over
         self.lanes: tuple[Replica, ...] = ()
         try:
@@ -196,6 +202,33 @@ class ReplicaGroup:
             while self.has_work:  # of a call that was left early: it was aborted, and nobody has looked since
                 self.step()
             return run_batch(self, input_path, output_path, **options)
+
+    def update_weights(self, source: WeightSource) -> None:
+        """`Runtime.update_weights`, on all replicas.
+
+        A process that is started in the place of a lost one loads them, too: files have to stay until the next
+        update. Tensors go through a file in the folder for temporary files.
+
+        Raises as `Runtime.update_weights`, where no replica could load them. One that could not load what others
+        have is started anew. Raises ParameterError where tensors would have to go to other hosts.
+        """
+        self._check_open()
+        if isinstance(source, Mapping) and not self._links.are_here:
+            raise ParameterError(
+                "weights in memory go to processes of this host alone; with Ray write them to a folder that all "
+                "hosts read, and give its path"
+            )
+        with self._only_call():
+            self._weights.load(source, self.lanes)
+            if (error := self._settled()) is not None:
+                raise error
+
+    def _settled(self) -> RadixrtError | None:
+        """Wait until all replicas have the same weights. Returns why none could load others."""
+        if not self._weights.are_loading:
+            return None
+        self._wait_for(lambda: all(lane.is_ready or lane.is_gone for lane in self.lanes))
+        return self._weights.settle(self.lanes)
 
     # -- step by step: a `BatchRuntime` ----------------------------------------------------------------------
 
@@ -304,6 +337,7 @@ class ReplicaGroup:
         """End all replicas; again: nothing."""
         links = [lane.link for lane in self.lanes if not lane.is_gone]
         self.lanes = ()
+        self._weights.close()
         try:
             for link in links:
                 link.close()
@@ -332,6 +366,8 @@ class ReplicaGroup:
                 is_own = self._call.acquire(blocking=False)
             if not is_own:
                 raise RadixrtError("a group answers one call at a time, and another one is not over")
+            if (error := self._settled()) is not None:  # of an update that a Ctrl-C has ended
+                _log.warning("replicas have the weights of before: %s", error)
             yield
         finally:
             if is_own:

@@ -37,7 +37,13 @@ class Link(Protocol):
 
 
 class Links(Protocol):
-    """Starts replicas, and waits for them."""
+    """Starts replicas, and waits for them.
+
+    Attributes:
+        are_here: replicas read the files of this host.
+    """
+
+    are_here: bool
 
     def start(self, number: int) -> Link:
         """Start the replica of a number, anew if it was there before."""
@@ -61,6 +67,8 @@ class Placement:
 
 class Processes:
     """`Links` to processes of this host, one for each placement."""
+
+    are_here = True
 
     def __init__(self, placements: Sequence[Placement], program: str = "radixrt.replicas.worker") -> None:
         self._placements, self._program = placements, program

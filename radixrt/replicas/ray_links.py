@@ -167,6 +167,8 @@ class RayLinks:
     Raises ParameterError where there is no cluster, and where the device is one card.
     """
 
+    are_here = False
+
     def __init__(self, config: RuntimeConfig, num_replicas: int | None = None, address: str | None = None) -> None:
         device = None if config.device is None else str(config.device)
         if device is not None and device.startswith("cuda:"):

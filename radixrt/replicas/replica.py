@@ -91,6 +91,8 @@ class Replica:
 
     Attributes:
         refusal: the error of a Runtime that could not be made.
+        weights: the source of those that it was told to load, if not its model's; so is a process in its place.
+        error: why it could not load them, and has those of before.
         ready: what the Runtime said of itself, once it was made.
         identity: of the Runtime's answers, once it was asked for.
         least: limits that a Runtime in its place must have.
@@ -102,6 +104,7 @@ class Replica:
     ) -> None:
         self._number, self._links, self._hang_seconds, self._clock = number, links, hang_seconds, clock
         self.refusal: RadixrtError | None = None
+        self.weights: str | None = None
         self.ready: dict[str, Any] = {}
         self.identity: dict[str, Any] | None = None
         self.least: RunLimits | None = None
@@ -118,7 +121,9 @@ class Replica:
 
     def _start(self) -> None:
         self.link: Link = self._links.start(self._number)
-        self.is_ready = False
+        self._has_told = self._is_tried = False  # of itself; that it can answer
+        self._num_loads = self._num_loaded = 0  # of weights: that it was told of, and has ended
+        self.error: RadixrtError | None = None
         self._is_asked = False  # for its identity
         self._has_answered = False
         self._heard = self._clock()
@@ -150,6 +155,11 @@ class Replica:
         return min(1.0, max(0.0, done / self._tokens_asked)) if self._tokens_asked else 0.0
 
     @property
+    def is_ready(self) -> bool:
+        """Whether it can be given requests."""
+        return self._has_told and self._is_tried and self._num_loaded == self._num_loads
+
+    @property
     def is_idle(self) -> bool:
         """Whether it has no requests."""
         return not self._unfinished
@@ -179,6 +189,18 @@ class Replica:
         """Let it say its Runtime's identity."""
         self.link.send(Message({"identity": True}))
         self._is_asked, self._heard = True, self._clock()
+
+    def load(self, source: str) -> None:
+        """Let its Runtime load other weights, and forget all prefixes. It has no requests."""
+        self.weights, self.error, self.identity = source, None, None
+        if self._has_told:
+            self._send_load()
+
+    def _send_load(self) -> None:
+        with deferred():
+            self._num_loads += 1
+            self.link.send(Message({"weights": self.weights, "load": self._num_loads}))
+            self._heard = self._clock()
 
     # -- what it says --------------------------------------------------------------------------------------
 
@@ -217,16 +239,18 @@ class Replica:
         if "ready" in body:
             if self.least is not None and body["ready"]["limits"][0] < self.least.pool_tokens:
                 return self._lose(f"its pool has {body['ready']['limits'][0]:,} tokens, fewer than before")
-            self.ready, self.is_ready = body["ready"], not self._losses
+            self.ready, self._has_told, self._is_tried = body["ready"], True, not self._losses
             self.figures = replace(self.figures, device=self.ready["device"])
-            if not self.is_ready:
+            if self.weights is not None:
+                self._send_load()
+            if not self._is_tried:
                 self.link.send(requests_message([_trial()]))
         elif "ended" in body:
             for ended in ended_of(message):
                 if ended.id == TRIAL:
                     if (failure := output_of(ended, _trial()).failure) is not None:
                         return self._lose(f"it cannot answer: {failure}")
-                    self.is_ready = True
+                    self._is_tried = True
                 # What is not there was ended already, or sent twice.
                 if (request := self._unfinished.pop(ended.id, None)) is not None:
                     outputs.append(output_of(ended, request))
@@ -239,6 +263,12 @@ class Replica:
             self._count(outputs)
         elif "identity" in body:
             self.identity, self._is_asked = body["identity"], False
+        elif "load" in body:
+            self._num_loaded = body["load"]
+            if body["error"] is not None:
+                self.error = error_of(body["error"])
+                if not self._is_tried:  # it has its model's, and nobody may get answers of these
+                    return self._lose(f"it cannot load other weights: {self.error}")
         elif "refused" in body:
             error = error_of(body["refused"])
             if self.ready:
@@ -248,10 +278,14 @@ class Replica:
             return self._lose(body["lost"])
         return outputs
 
+    def renew(self, reason: str) -> None:
+        """End its process, and start another one in its place. It has no requests."""
+        self._lose(reason)
+
     def give_up(self) -> None:
         """End its process, and forget its requests."""
         how = self.link.end()
-        self.is_ready, self.is_gone = False, True
+        self._has_told, self.is_gone = False, True
         _log.warning("replica %d does not end its requests, and is ended (%s)", self._number, how)
         self._unfinished, self._waiting, self._tokens_asked = {}, {}, 0
 
@@ -279,7 +313,7 @@ class Replica:
         self._losses += 1
         self._lost_unready = 1 if self.is_ready else self._lost_unready + 1
         self._lost_in_vain = 0 if self._has_answered else self._lost_in_vain + 1
-        self.is_ready, self.num_running = False, 0
+        self._has_told, self.num_running = False, 0
         self.is_gone = self._lost_unready > MAX_RESTARTS or self._lost_in_vain > MAX_IN_VAIN
         outcome = "it stays away" if self.is_gone else "starting it again"
         told = f"replica {self._number} is lost: {reason} ({how})"

@@ -78,6 +78,18 @@ class Server:
                 self._runtime.abort(request_id)
         elif "identity" in body:
             return Message({"identity": self._runtime.identity()})
+        elif "weights" in body:
+            return Message({"load": body["load"], "error": self._load(body["weights"])})
+        return None
+
+    def _load(self, source: str) -> list[str] | None:
+        """Load other weights. Returns the error where that cannot be done."""
+        try:
+            self._runtime.update_weights(source)
+        except DeviceLostError:
+            raise
+        except RadixrtError as error:
+            return error_as_json(error)
         return None
 
     def step(self) -> Message | None:

@@ -477,7 +477,7 @@ def test_states_are_refused_before_weights_are_read(folder: Path, monkeypatch: p
     states = (1 + limits.own_states) * model.kv_layout(torch.float32).bytes_per_state
     weights = sum(weight.nbytes for weight in model.parameters())
     monkeypatch.setattr(memory_budget, "free_bytes", lambda device: 4 * states + weights - 4)
-    monkeypatch.setattr(loader, "_fill_from_files", lambda *_: pytest.fail("weights are read"))
+    monkeypatch.setattr(loader, "_fill", lambda *_: pytest.fail("weights are read"))
     with pytest.raises(ParameterError, match="max_running_requests is 20, whose sequences have 24 states of"):
         Runtime(folder, device="cpu", max_total_tokens=300, max_running_requests=20)
     for options in ({"max_running_requests": 19}, {}):

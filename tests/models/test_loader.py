@@ -26,9 +26,9 @@ from radixrt.models.decoder import Decoder
 from radixrt.models.families import FAMILIES as SUPPORTED
 from radixrt.models.families import REFUSED
 from radixrt.models.gemma import GemmaConfig
-from radixrt.models.loader import load_model
+from radixrt.models.loader import load_model, reload_weights
 from radixrt.models.qwen_hybrid import HybridMixtureConfig
-from radixrt.models.weight_files import INDEX_FILE
+from radixrt.models.weight_files import INDEX_FILE, WeightTensors
 from radixrt.text.tokenizer import load_tokenizer
 from tests.support import checkpoints
 from tests.support.checkpoints import edit_weights
@@ -104,6 +104,66 @@ def test_experts_may_be_stored_stacked(family: str, tmp_path: Path) -> None:
         ModelError, match=r"experts.0.(w2|down_proj).weight .* \[32, 48\]|belong nowhere: .*experts.6"
     ):
         load_model(stacked)
+
+
+IN_MEMORY = {
+    "tied": partial(checkpoints.llama, tie_word_embeddings=True),
+    "qwen3-moe": checkpoints.qwen3_moe,
+    "gpt-oss": checkpoints.gpt_oss,
+    "qwen3.5": checkpoints.qwen3_5,
+    "with images": checkpoints.mistral_with_images,
+}
+
+
+@pytest.mark.parametrize("family", IN_MEMORY)
+def test_other_weights_from_memory_or_one_file(family: str, tmp_path: Path) -> None:
+    """Of transformers' model, as a training loop has it: by its own names, experts stacked, a tied head twice."""
+    trained = IN_MEMORY[family](seed=1)
+    expected = loaded(checkpoints.write(trained, tmp_path / "trained"))
+    WeightTensors(trained.state_dict()).write(tmp_path / "one.safetensors")
+    sources: list[Any] = [trained.state_dict(), dict(trained.named_parameters()), tmp_path / "one.safetensors"]
+    for number, source in enumerate(sources):
+        folder = checkpoints.write(IN_MEMORY[family](seed=0), tmp_path / f"model {number}")
+        model, config = load_model(folder)
+        reload_weights(model, config, source, before_change=lambda: None)
+        ours = {name: unpacked(place) for name, place in model.checkpoint_tensors()}
+        assert_same_weights(ours, expected)
+
+
+def test_weights_in_memory_that_do_not_fit_change_nothing(folder: Path) -> None:
+    model, config = load_model(folder)
+    before = {name: unpacked(place).clone() for name, place in model.checkpoint_tensors()}
+    own, name = checkpoints.llama(seed=1).state_dict(), "model.norm.weight"
+
+    class Sharded(torch.Tensor):
+        def full_tensor(self) -> Tensor:
+            return self
+
+    for other, told in (
+        (3.5, "'model.norm.weight' of the given weights is a float, not a tensor"),
+        (own[name].to("meta"), "is on the device meta"),
+        (torch.eye(2).to_sparse(), "is of the layout torch.sparse_coo"),
+        (own[name].as_subclass(Sharded), r"is in parts \(DTensor\); give its full_tensor\(\)"),
+        (own[name][:-1], r"in the given mapping has shape \[31\]; config.json asks for \[32\]"),
+        (own[name].to(torch.int64), r"in the given mapping is stored as torch.int64"),
+        (own[name].to(torch.float8_e4m3fn), r"is stored as F8_E4M3, but config.json has no quantization_config"),
+    ):
+        with pytest.raises(ModelError, match=told):
+            reload_weights(model, config, {**own, name: other}, before_change=pytest.fail)
+    del own["lm_head.weight"]
+    for source, told in (
+        (own, "the weights in the given mapping .*: 1 tensors are missing: lm_head.weight"),
+        ({}, "tensors are missing"),
+        ({**checkpoints.llama().state_dict(), "vision": torch.ones(1)}, "1 tensors belong nowhere: vision"),
+        (model, "weights are a Decoder; give a path, a hub id or tensors by name"),
+        (folder / "none.safetensors", "there is no folder"),
+    ):
+        with pytest.raises(ModelError, match=told):
+            reload_weights(model, config, source, before_change=pytest.fail)
+    (folder / "bad.safetensors").write_bytes(b"no weights")
+    with pytest.raises(ModelError, match=r"bad.safetensors cannot be read"):
+        reload_weights(model, config, folder / "bad.safetensors", before_change=pytest.fail)
+    assert_same_weights({name: unpacked(place) for name, place in model.checkpoint_tensors()}, before)
 
 
 def test_gate_and_up_in_turns_are_put_apart(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_what_a_stage_holds_and_reads(tied: bool, tmp_path: Path, monkeypatch: p
     folder, other = (checkpoints.write(make(seed), tmp_path / str(seed)) for seed in (0, 1))
     whole, config = load_model(folder)
     everything = dict(whole.checkpoint_tensors())
-    safe_open, read = radixrt.models.loader.safe_open, set[str]()
+    safe_open, read = radixrt.models.weight_files.safe_open, set[str]()
 
     class Watched:
         def __init__(self, file: Any, **options: Any) -> None:
@@ -181,7 +181,7 @@ def test_what_a_stage_holds_and_reads(tied: bool, tmp_path: Path, monkeypatch: p
             tensor: Tensor = self._file.get_tensor(name)
             return tensor
 
-    monkeypatch.setattr(radixrt.models.loader, "safe_open", Watched)
+    monkeypatch.setattr(radixrt.models.weight_files, "safe_open", Watched)
     found = []
     for index in range(3):
         read.clear()

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import psutil
 import pytest
+from safetensors.torch import load_file
 
 from layers.stages import WHOLE
 from radixrt.builtin import MODEL_PATH
@@ -113,10 +114,10 @@ def test_other_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ModelError):
             both.update_weights(tmp_path)
         with monkeypatch.context() as patch:  # Ctrl-C on the first rank, while the other one reads them
-            patch.setattr(loader, "_fill_from_files", Mock(side_effect=KeyboardInterrupt))
-            for _ in range(3):
+            patch.setattr(loader, "_fill", Mock(side_effect=KeyboardInterrupt))
+            for source in (MODEL_PATH, load_file(MODEL_PATH / "model.safetensors"), MODEL_PATH):
                 with pytest.raises(KeyboardInterrupt):
-                    both.update_weights(MODEL_PATH)
+                    both.update_weights(source)
         both.generate(LINES[0], PARAMS[0])  # the other one has read them now
         both.update_weights(MODEL_PATH)
         found = both.generate(LINES, PARAMS)

@@ -152,7 +152,7 @@ ODD = {
 
 @pytest.mark.parametrize("name", ODD)
 def test_an_odd_number_of_layers(name: str, tmp_path: Path) -> None:
-    """Of random models, before and after other weights are read."""
+    """Of random models, before and after other weights are read, from a folder or from memory."""
     make, options = ODD[name]
     folders = [checkpoints.write(make(seed, num_hidden_layers=5), tmp_path / str(seed)) for seed in (0, 1)]
     prompts = [[7 * k % 90 + 3, *range(3, 20 + k)] for k in range(9)]
@@ -161,6 +161,8 @@ def test_an_odd_number_of_layers(name: str, tmp_path: Path) -> None:
         found = [tokens_of(runtime.generate(prompts, params))]  # type: ignore[arg-type]
         runtime.update_weights(folders[1])
         found.append(tokens_of(runtime.generate(prompts, params)))  # type: ignore[arg-type]
+        runtime.update_weights(make(0, num_hidden_layers=5).state_dict())
+        assert tokens_of(runtime.generate(prompts, params)) == found[0]  # type: ignore[arg-type]
     for folder, answers in zip(folders, found, strict=True):
         with on_ranks(1, model=folder, dtype="float32", **options) as alone:
             assert tokens_of(alone.generate(prompts, params)) == answers  # type: ignore[arg-type]

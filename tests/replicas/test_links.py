@@ -251,7 +251,9 @@ def test_ranks_have_cards_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_built_in_model_on_two_replicas(tmp_path: Path) -> None:
-    """Bytes of the output are those of one replica, but for times; one replica is killed on the way."""
+    """Bytes of the output are those of one replica, but for times; also with other weights, which a process in the
+    place of a killed one loads, too.
+    """
     source = Path(links.__file__).resolve().parents[2] / "examples" / "questions.jsonl"
     lines = source.read_text().splitlines()[:60]
     short = tmp_path / "in.jsonl"
@@ -261,12 +263,18 @@ def test_the_built_in_model_on_two_replicas(tmp_path: Path) -> None:
     params = SamplingParams(temperature=0.0, max_new_tokens=8)
     with radixrt.Runtime(max_total_tokens=60_000) as runtime:
         runtime.run_batch(short, tmp_path / "one.jsonl", default_params=params)
+        own = dict(runtime.parts.model.decoder.checkpoint_tensors())  # type: ignore[attr-defined]
+        other = {name: tensor.flip(0) if "o_proj" in name else tensor.clone() for name, tensor in own.items()}
+        runtime.update_weights(other)
+        runtime.run_batch(short, tmp_path / "other.jsonl", default_params=params)
+        identity = runtime.identity()
     with ReplicaGroup(num_replicas=2, max_total_tokens=60_000) as group:
         group.run_batch(short, tmp_path / "two.jsonl", default_params=params)
+        group.update_weights(other)
+        assert group.identity() == group.identity() == identity
         os.kill(pids(group)[0], signal.SIGKILL)
         report = group.run_batch(short, tmp_path / "killed.jsonl", default_params=params)
         assert [each["restarts"] for each in report.run.replicas] == [1, 0]
-        assert group.identity() == group.identity()
     expected = records(tmp_path / "one.jsonl")
     assert records(tmp_path / "two.jsonl") == expected
-    assert records(tmp_path / "killed.jsonl") == expected
+    assert records(tmp_path / "killed.jsonl") == records(tmp_path / "other.jsonl") != expected

@@ -102,6 +102,8 @@ class LocalLinks:
         on_wait: what happens while the group waits; without it each replica runs a pass.
     """
 
+    are_here = True
+
     def __init__(self, make: Callable[[], Runtime], on_wait: Callable[[LocalLinks], None] | None = None) -> None:
         self._make = make
         self.on_wait = on_wait or (lambda links: links.advance())
