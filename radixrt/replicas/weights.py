@@ -1,7 +1,5 @@
 """Other weights for all replicas of a group."""
 
-# Tests: tests/replicas/test_weights.py
-
 from __future__ import annotations
 
 import logging
