@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from radixrt.engine.signals import deferred
 from radixrt.errors import RadixrtError
 from radixrt.replicas.replica import Replica
 
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from radixrt.models.weight_files import WeightSource
-
-_log = logging.getLogger(__name__)
 
 
 class GroupWeights:
@@ -42,10 +40,11 @@ class GroupWeights:
             self._next = self._written(source)
         else:
             self._next = str(Path(source).resolve() if os.path.exists(source) else source)
-        self.are_loading = True
-        for lane in lanes:
-            if not lane.is_gone:
-                lane.load(self._next)
+        with deferred():  # all are told, or none
+            self.are_loading = True
+            for lane in lanes:
+                if not lane.is_gone:
+                    lane.load(self._next)
 
     def settle(self, lanes: Sequence[Replica]) -> RadixrtError | None:
         """Let all have the same. Replicas that could not load what others have are started anew, and load it then.
