@@ -11,7 +11,10 @@ from radixrt.cli.exit_status import DONE
 from radixrt.cli.options import add_command
 from radixrt.models.families import FAMILIES
 
-_LIMITS = "One GPU holds the whole model: 2 bytes a parameter in bf16, 1 in fp8, and the KV beside it."
+_LIMITS = (
+    "A model takes 2 bytes a parameter in bf16, 1 in fp8, half a byte in 4 bits, and its KV beside that. It fits on one\n"
+    "GPU, or --tp and --pp divide it among several (docs/ranks.md)."
+)
 
 _EXAMPLE = f"""\
 example:
