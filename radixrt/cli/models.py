@@ -12,8 +12,8 @@ from radixrt.cli.options import add_command
 from radixrt.models.families import FAMILIES
 
 _LIMITS = (
-    "A model takes 2 bytes a parameter in bf16, 1 in fp8, half a byte in 4 bits, and its KV beside that. It fits on one\n"
-    "GPU, or --tp and --pp divide it among several (docs/ranks.md)."
+    "A model takes 2 bytes a parameter in bf16, 1 in fp8, half a one in 4 bits, and KV beside that.",
+    "It fits on one GPU, or --tp and --pp divide it among several (docs/ranks.md).",
 )
 
 _EXAMPLE = f"""\
@@ -23,7 +23,8 @@ example:
 
 A model is a folder or a hub id in Hugging Face format, whose config.json names the architecture, or a GGUF file:
 --model model.gguf, or --model smollm2 (docs/models.md).
-{_LIMITS}
+{_LIMITS[0]}
+{_LIMITS[1]}
 """
 
 
@@ -51,5 +52,5 @@ def _models(arguments: argparse.Namespace) -> int:
         table.add_row(name, family.name, family.checkpoints)
     console = Console(highlight=False)
     console.print(table)
-    console.print(_LIMITS)
+    console.print(*_LIMITS)
     return DONE
