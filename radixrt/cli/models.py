@@ -12,7 +12,7 @@ from radixrt.cli.options import add_command
 from radixrt.models.families import FAMILIES
 
 _LIMITS = (
-    "A model takes 2 bytes a parameter in bf16, 1 in fp8, half a one in 4 bits, and KV beside that.",
+    "A model takes 2 bytes a parameter in bf16, 1 in fp8, 0.5 in 4 bits, and KV beside that.",
     "It fits on one GPU, or --tp and --pp divide it among several (docs/ranks.md).",
 )
 
