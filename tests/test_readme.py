@@ -34,6 +34,9 @@ NOT_RUN = {
     "radixrt generate 'The capital of Norway is' --model Qwen/Qwen3-0.6B --temperature 0 --max-new-tokens 16": (
         "downloads a model; tests/cli/test_generate.py runs it with the built-in one"
     ),
+    "radixrt batch --input questions.jsonl --output answers.jsonl --model Qwen/Qwen3-0.6B": (
+        "downloads a model; the command before it is the same with the built-in one"
+    ),
     "radixrt bench throughput": "wants a GPU; tests/bench/test_throughput.py runs it with small numbers",
     "python -m radixrt.lm_eval --model_args pretrained=path/to/model --tasks hellaswag,gsm8k --num_fewshot 5": (
         "wants a model and downloads tasks; tests/integrations/test_lm_eval.py runs it with tasks of its own"

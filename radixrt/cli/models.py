@@ -11,7 +11,10 @@ from radixrt.cli.exit_status import DONE
 from radixrt.cli.options import add_command
 from radixrt.models.families import FAMILIES
 
-_LIMITS = "One GPU holds the whole model: 2 bytes a parameter in bf16, 1 in fp8, and the KV beside it."
+_LIMITS = (
+    "A model takes 2 bytes a parameter in bf16, 1 in fp8, 0.5 in 4 bits, and KV beside that.",
+    "It fits on one GPU, or --tp and --pp divide it among several (docs/ranks.md).",
+)
 
 _EXAMPLE = f"""\
 example:
@@ -20,7 +23,8 @@ example:
 
 A model is a folder or a hub id in Hugging Face format, whose config.json names the architecture, or a GGUF file:
 --model model.gguf, or --model smollm2 (docs/models.md).
-{_LIMITS}
+{_LIMITS[0]}
+{_LIMITS[1]}
 """
 
 
@@ -48,5 +52,5 @@ def _models(arguments: argparse.Namespace) -> int:
         table.add_row(name, family.name, family.checkpoints)
     console = Console(highlight=False)
     console.print(table)
-    console.print(_LIMITS)
+    console.print(*_LIMITS)
     return DONE

@@ -278,7 +278,7 @@ def test_models(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     shown = capsys.readouterr().out
     for name, family in FAMILIES.items():
         assert re.search(rf"{name} +{family.name} +{re.escape(family.checkpoints)}", shown)
-    assert "One GPU holds the whole model: 2 bytes a parameter in bf16, 1 in fp8" in shown
+    assert "A model takes 2 bytes a parameter in bf16, 1 in fp8" in shown
     assert list(ARCHITECTURES) == list(FAMILIES)
     assert find_architecture("Qwen3ForCausalLM").__name__ == "Qwen3"
 
