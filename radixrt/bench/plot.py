@@ -23,8 +23,8 @@ def plot_comparisons(comparisons: Sequence[Comparison], file: Path, *, title: st
     times, rates = figure.subplots(1, 2, sharey=True, width_ratios=[3, 2])
 
     for offset, colour, label, seconds in (
-        (-HEIGHT / 2, CACHED, "with the cache", [c.seconds_cached for c in comparisons]),
-        (HEIGHT / 2, MISSED, "misses forced", [c.seconds_missed for c in comparisons]),
+        (-HEIGHT / 2, CACHED, "with the cache", [c.cached.seconds for c in comparisons]),
+        (HEIGHT / 2, MISSED, "misses forced", [c.missed.seconds for c in comparisons]),
     ):
         bars = times.barh([line + offset for line in lines], seconds, HEIGHT, color=colour, label=label)
         labels = [f"{value:.2f} s" for value in seconds]
@@ -36,10 +36,10 @@ def plot_comparisons(comparisons: Sequence[Comparison], file: Path, *, title: st
     times.margins(x=0.18)
     times.set_xlabel("seconds (median)")
 
-    hit_rates = [100 * comparison.hit_rate for comparison in comparisons]
+    hit_rates = [100 * comparison.cached.hit_rate for comparison in comparisons]
     bars = rates.barh(lines, hit_rates, 1.2 * HEIGHT, color=CACHED, label="measured")
     rates.bar_label(bars, [f"{rate:.1f} %" for rate in hit_rates], padding=6, fontsize=9)
-    best = [100 * comparison.best_hit_rate for comparison in comparisons]
+    best = [100 * comparison.cached.best_hit_rate for comparison in comparisons]
     rates.plot(best, lines, "|", color=BEST, markersize=20, markeredgewidth=2, label="best possible")
     rates.set_xlim(0, 119)
     rates.set_xticks(range(0, 101, 20))

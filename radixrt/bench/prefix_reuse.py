@@ -15,7 +15,7 @@ from tqdm import tqdm
 from radixrt.bench.catalogue import SCALES, SHAPES, WORKLOADS, check_speed, one_of
 from radixrt.bench.comparison import Comparison
 from radixrt.bench.report import check_files, wide_console, write_json
-from radixrt.bench.run import Run, answer, program_of, run_once
+from radixrt.bench.run import Run, Runs, answer, program_of, run_once
 from radixrt.bench.subject import (
     device_speed,
     environment_of,
@@ -93,7 +93,7 @@ def compare(options: Options, *, progress: bool = False) -> list[Comparison]:
     modes: dict[str, dict[str, Any]] = {"cached": {}, "misses forced": {"force_miss": True}}
     if options.host_memory_gb:
         modes["host tier"] = {"host_memory_gb": options.host_memory_gb}
-    runs: dict[str, dict[str, tuple[Run, ...]]] = {}
+    runs: dict[str, dict[str, Runs]] = {}
     steps = len(modes) * len(options.workloads) * options.repeat
     with (
         tqdm(total=steps, unit=" runs", disable=not progress, file=sys.stderr) as bar,
@@ -106,13 +106,12 @@ def compare(options: Options, *, progress: bool = False) -> list[Comparison]:
                 runs[mode] = {}
                 for name in options.workloads:
                     bar.set_postfix_str(f"{name}, {mode}")
-                    repetitions = []
+                    repetitions = runs[mode][name] = Runs()
                     for repetition in range(options.repeat):
                         repetitions.append(_run(runtime, name, options, repetition))
                         bar.update()
-                    runs[mode][name] = tuple(repetitions)
     cached, missed, tiered = (runs.get(mode, {}) for mode in ("cached", "misses forced", "host tier"))
-    return [Comparison(name, cached[name], missed[name], tiered.get(name, ())) for name in options.workloads]
+    return [Comparison(name, cached[name], missed[name], tiered.get(name, Runs())) for name in options.workloads]
 
 
 def print_comparisons(comparisons: Sequence[Comparison], console: Console) -> None:
@@ -132,17 +131,17 @@ def print_comparisons(comparisons: Sequence[Comparison], console: Console) -> No
     ):
         table.add_column(header, justify="right", no_wrap=True)
     for comparison in comparisons:
-        first, percent = comparison.cached[0], comparison.percent_of_bound
+        cached, percent = comparison.cached, comparison.percent_of_bound
         table.add_row(
             comparison.workload,
-            f"{first.requests:,}",
-            f"{first.prompt_tokens:,}",
-            f"{comparison.seconds_cached:.2f}",
-            f"{comparison.seconds_missed:.2f}",
+            f"{cached[0].requests:,}",
+            f"{cached[0].prompt_tokens:,}",
+            f"{cached.seconds:.2f}",
+            f"{comparison.missed.seconds:.2f}",
             f"{comparison.speed_up:.2f}x",
-            f"{comparison.tokens_per_second:,.0f}",
-            f"{comparison.hit_rate:.2%}",
-            f"{comparison.best_hit_rate:.2%}",
+            f"{cached.tokens_per_second:,.0f}",
+            f"{cached.hit_rate:.2%}",
+            f"{cached.best_hit_rate:.2%}",
             "-" if percent is None else f"{percent:.0f}",
         )
     console.print(table)
@@ -158,16 +157,15 @@ def _print_tiers(comparisons: Sequence[Comparison], console: Console) -> None:
     for header in ("without\ns", "with\ns", "speed-\nup", "hit rate\nwithout", "hit rate\nwith", "best\npossible"):
         table.add_column(header, justify="right", no_wrap=True)
     for comparison in comparisons:
-        seconds, hit_rate = comparison.seconds_tiered, comparison.hit_rate_tiered
-        assert seconds is not None  # it has such runs
+        without, tiered = comparison.cached, comparison.tiered
         table.add_row(
             comparison.workload,
-            f"{comparison.seconds_cached:.2f}",
-            f"{seconds:.2f}",
-            f"{comparison.seconds_cached / seconds:.2f}x",
-            f"{comparison.hit_rate:.2%}",
-            f"{hit_rate:.2%}",
-            f"{comparison.best_hit_rate:.2%}",
+            f"{without.seconds:.2f}",
+            f"{tiered.seconds:.2f}",
+            f"{without.seconds / tiered.seconds:.2f}x",
+            f"{without.hit_rate:.2%}",
+            f"{tiered.hit_rate:.2%}",
+            f"{without.best_hit_rate:.2%}",
         )
     console.print(table)
 

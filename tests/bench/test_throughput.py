@@ -26,7 +26,7 @@ from rich.console import Console
 import radixrt
 from radixrt.bench.catalogue import ABLATIONS, CONFIGS, LISTS, SHAPES, write_shape
 from radixrt.bench.kernels.goals import CARD
-from radixrt.bench.run import Run
+from radixrt.bench.run import Run, Runs
 from radixrt.bench.throughput import benchmark, engine_process, passes
 from radixrt.bench.throughput.engine_process import only_visible
 from radixrt.bench.throughput.figures import (
@@ -583,14 +583,14 @@ def test_only_what_ran_on_the_gpu_counts() -> None:
 
 
 def test_figures() -> None:
-    runs = (RUN, replace(RUN, seconds=6.0, bound_seconds=2.0), replace(RUN, seconds=4.0, cached_tokens=900))
+    runs = Runs([RUN, replace(RUN, seconds=6.0, bound_seconds=2.0), replace(RUN, seconds=4.0, cached_tokens=900)])
+    assert (runs.seconds, runs.bound_seconds, runs.times_bound) == (4.0, 1.0, 3.0)
+    assert (runs.output_tokens_per_second, runs.tokens_per_second) == (50.0, 300.0)
+    assert (runs.hit_rate, runs.best_hit_rate) == (pytest.approx(0.7), pytest.approx(0.7))
     found = WorkloadFigures("docqa", None, runs)
-    assert (found.seconds, found.bound_seconds, found.times_bound) == (4.0, 1.0, 3.0)
-    assert (found.output_tokens_per_second, found.tokens_per_second) == (50.0, 300.0)
-    assert (found.hit_rate, found.best_hit_rate) == (pytest.approx(0.7), pytest.approx(0.7))
-    assert (found.goal_seconds, found.is_met, found.seconds_without("no-overlap")) == (None, None, None)
-    unknown = WorkloadFigures("docqa", 2.0, (replace(RUN, bound_seconds=None),))
-    assert (unknown.times_bound, unknown.goal_seconds, unknown.is_met) == (None, None, None)
+    assert (found.goal_seconds, found.is_met) == (None, None)
+    unknown = WorkloadFigures("docqa", 2.0, Runs([replace(RUN, bound_seconds=None)]))
+    assert (unknown.runs.times_bound, unknown.goal_seconds, unknown.is_met) == (None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -603,7 +603,7 @@ def test_figures() -> None:
     ],
 )
 def test_goals_are_met_or_missed(runs: list[tuple[float, float]], limit: float, is_met: bool) -> None:
-    measured = tuple(replace(RUN, seconds=seconds, bound_seconds=bound) for seconds, bound in runs)
+    measured = Runs(replace(RUN, seconds=seconds, bound_seconds=bound) for seconds, bound in runs)
     found = WorkloadFigures("docqa", 2.0, measured)
     assert (found.goal_seconds, found.is_met) == (limit, is_met)
     shown = printed(lambda console: print_workloads(figures(found), console))
@@ -623,11 +623,11 @@ def test_goals_hold_for_their_card_alone() -> None:
 
 
 def test_tables() -> None:
-    docqa = WorkloadFigures("docqa", goal_of("qwen3-0.6b", "docqa", CARD), (RUN,), idle_share=0.125)
-    docqa.ablated = {"no-overlap": (replace(RUN, seconds=3.0),)}
+    docqa = WorkloadFigures("docqa", goal_of("qwen3-0.6b", "docqa", CARD), Runs([RUN]), idle_share=0.125)
+    docqa.ablated = {"no-overlap": Runs([replace(RUN, seconds=3.0)])}
     docqa.baseline = BaselineRun(seconds=5.0)
     engine = BaselineEngine("vLLM 0.26.0", {"max_num_seqs": 512, "load_format": "dummy"})
-    samples = WorkloadFigures("samples", None, (RUN,), ablated={"no-overlap": (RUN,)})
+    samples = WorkloadFigures("samples", None, Runs([RUN]), ablated={"no-overlap": Runs([RUN])})
     shape = figures(docqa, samples, baseline=engine)
     shown = printed(lambda console: print_workloads(shape, console))
     row = re.escape("docqa 3 2.00 100 600 60.0% 70.0% 1.00 x2.00 50 12.5% x1.9 missed")
@@ -664,7 +664,9 @@ def test_goals_of_start_and_step(device: str, verdicts: list[str]) -> None:
 def test_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     workloads = [
-        WorkloadFigures(name, 3.0, (RUN,), dict.fromkeys(ABLATIONS, (RUN,)), baseline=BaselineRun(seconds=4.0))
+        WorkloadFigures(
+            name, 3.0, Runs([RUN]), dict.fromkeys(ABLATIONS, Runs([RUN])), baseline=BaselineRun(seconds=4.0)
+        )
         for name in LISTS
     ]
     picture = tmp_path / "out.png"

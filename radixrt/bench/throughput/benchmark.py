@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from radixrt.bench.catalogue import ABLATIONS, SCALES
 from radixrt.bench.report import check_files, reason_of, wide_console, write_json
-from radixrt.bench.run import Run, answer, program_of, run_once
+from radixrt.bench.run import Run, Runs, answer, program_of, run_once
 from radixrt.bench.subject import device_speed, environment_of, model_of, model_shape
 from radixrt.bench.throughput.engine_process import EngineProcess, check_installed
 from radixrt.bench.throughput.engine_worker import ENGINES
@@ -178,7 +178,7 @@ class ShapeMeasurement:
             self.figures.vocab_size = runtime.config.vocab_size
             for workload in self.figures.workloads:
                 for run in self._repetitions(runtime, workload.workload):
-                    workload.runs += (run,)
+                    workload.runs.append(run)
                     self._done(workload.workload)
             if self.options.idle and self.device.type == "cuda":
                 for workload in self.figures.workloads:
@@ -196,9 +196,9 @@ class ShapeMeasurement:
         """Measure all repetitions with a part of the engine switched off."""
         with Runtime(**self._runtime_options, **ABLATIONS[ablation]) as runtime:
             for workload in self.figures.workloads:
-                workload.ablated[ablation] = ()
+                runs = workload.ablated[ablation] = Runs()
                 for run in self._repetitions(runtime, workload.workload):
-                    workload.ablated[ablation] += (run,)
+                    runs.append(run)
                     self._done(f"{workload.workload}, {ablation}")
 
     def measure_start_up(self) -> None:

@@ -33,11 +33,9 @@ def plot_figures(shapes: Sequence[ShapeFigures], file: Path, *, title: str) -> N
 
 
 def _bars(workload: WorkloadFigures, baseline: str) -> list[Bar]:
-    bars = [(workload.workload, workload.seconds, OURS)]
-    for i, name in enumerate(workload.ablated):
-        seconds = workload.seconds_without(name)
-        assert seconds is not None  # it has such runs
-        bars.append((name.replace("-", " "), seconds, ABLATED[i]))
+    bars = [(workload.workload, workload.runs.seconds, OURS)]
+    for (name, runs), colour in zip(workload.ablated.items(), ABLATED, strict=False):
+        bars.append((name.replace("-", " "), runs.seconds, colour))
     if workload.baseline is not None and workload.baseline.seconds is not None:
         bars.append((baseline, workload.baseline.seconds, BASELINE))
     return bars
@@ -54,7 +52,7 @@ def _plot_shape(axes: Any, shape: ShapeFigures) -> None:
             lines, [seconds for _, seconds, _ in block], 0.8, color=[colour for _, _, colour in block]
         )
         axes.bar_label(bars, [f"{seconds:.2f}" for _, seconds, _ in block], padding=4, fontsize=8)
-        for seconds, colour in ((workload.bound_seconds, BOUND), (workload.goal_seconds, GOAL)):
+        for seconds, colour in ((workload.runs.bound_seconds, BOUND), (workload.goal_seconds, GOAL)):
             if seconds is not None:
                 axes.plot(seconds, line, "|", color=colour, markersize=16, markeredgewidth=2)
         line += len(block) + 1  # a line between two workloads
