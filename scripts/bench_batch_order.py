@@ -15,11 +15,11 @@ from typing import Literal
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
 import radixrt
 from radixrt.bench.catalogue import SHAPES, write_shape
+from radixrt.bench.report import figure_table
 from radixrt.planning.batch_plan import BatchPlan, plan_batch
 from radixrt.planning.demands import Demands
 from radixrt.planning.token_store import TokenStore
@@ -91,7 +91,7 @@ def main() -> None:
     option("--device", help="such as cpu or cuda (the GPU, if there is one)")
     arguments = parser.parse_args()
     prompts = fewshot(subjects=arguments.subjects, questions=arguments.questions)
-    table = Table("budget", "pool", "order", "hit rate", "of the best", "predicted", "s")
+    table = figure_table(None, "budget", "pool", "order", "hit rate", "of the best", "predicted", "s")
     runs = measure(prompts, arguments.config, arguments.device, arguments.pool)
     for run in tqdm(runs, total=len(BUDGETS) * len(ORDERS), unit=" runs"):
         report = run.report

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from radixrt.arrays import Int32Array
+from radixrt.bench.report import figure_table
 from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.engine.driver import Driver
 from radixrt.execution.attention.flat import KernelShape
@@ -260,10 +260,8 @@ def main() -> None:
     given = parser.parse_args()
     for name in given.lists or LISTS:
         prompts = LISTS[name]()
-        table = Table(
-            "part",
-            title=f"{name}: {len(prompts):,} prompts; CPU s, medians of {given.repeat}; ms up to the first pass",
-        )
+        title = f"{name}: {len(prompts):,} prompts; CPU s, medians of {given.repeat}; ms up to the first pass"
+        table = figure_table(title, "part")
         columns: list[dict[str, str]] = []
         for running in given.running or (512, 2048):
             if given.profile:

@@ -16,10 +16,8 @@ from itertools import takewhile
 from statistics import fmean
 from typing import Any
 
-from rich.table import Table
-
 from radixrt import Runtime, SamplingParams
-from radixrt.bench.report import wide_console
+from radixrt.bench.report import figure_table, wide_console
 from radixrt.output import RequestOutput, TokenLogprob
 from radixrt.text.chat import Chat
 from scripts.demo_llm import ASK, QUESTIONS
@@ -111,10 +109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     settings = {setting: options_of(setting) for setting in arguments.settings}
     lines = QUESTIONS.read_text(encoding="utf-8").splitlines()[: arguments.questions]
-    table = Table(title=f"{arguments.model}, {len(lines)} questions")
-    table.add_column("setting", no_wrap=True)
-    for column in COLUMNS:
-        table.add_column(column, justify="right")
+    table = figure_table(f"{arguments.model}, {len(lines)} questions", "setting", *COLUMNS)
     first: Measured | None = None
     for setting, options in settings.items():
         found = measured(arguments.model, options, list(map(json.loads, lines)), arguments.max_new_tokens)

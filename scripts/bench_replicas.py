@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from radixrt.bench.catalogue import SHAPES
+from radixrt.bench.report import figure_table
 from radixrt.bench.subject import model_of
 from radixrt.output import RequestOutput
 from radixrt.planning.batch_plan import plan_batch
@@ -147,7 +148,7 @@ def run(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def comparison(records: Sequence[dict[str, Any]]) -> Table:
     """A row for each list and number of replicas, beside one."""
     columns = "shape", "list", "prompts", "cards", "s", "times as fast", "hit rate", "twice", "planned", "ends"
-    table = Table(*columns, "killed")
+    table = figure_table(None, *columns, "killed")
     alone = {(each["config"], each["tp"], each["list"]): each for each in records if each["replicas"] == 1}
     for each in sorted(records, key=lambda each: (each["config"], each["tp"], each["list"], each["replicas"])):
         one = None if each["killed"] else alone.get((each["config"], each["tp"], each["list"]))

@@ -27,6 +27,11 @@ speed-up, tokens a second, hit rate beside the best possible one (from the token
 device's bandwidth and arithmetic that the time reaches.
 """
 
+_STATUS = """
+exit status: 0 done; 1 a pass failed; 2 the options, the model or a file cannot be used; 130 stopped by Ctrl-C,
+143 by SIGTERM.
+"""
+
 _OF_THE_COMMAND = ("run", "prints", "json", "plot", "verbose")  # not of the benchmarks
 
 
@@ -139,9 +144,6 @@ examples:
   radixrt bench kept-prefixes --config llama-3.1-8b --documents 24 --document-len 8192 --json out.json
 
 The saved cache needs as much disk as the documents' KV. Weights are random unless --model is given.
-
-exit status: 0 done; 1 a pass failed; 2 the options, the model or a file cannot be used; 130 stopped by Ctrl-C,
-143 by SIGTERM.
 """,
     )
     parser.set_defaults(run=_kept_prefixes)
@@ -204,9 +206,6 @@ Answers have fixed lengths and are drawn at temperature 0.6. vLLM and SGLang run
 random weights for the same shape, prefix caching, captured graphs and 512 requests at once; their settings are
 printed. A baseline that fails is shown as -, with the reason below the table. Traces are for chrome://tracing or
 ui.perfetto.dev.
-
-exit status: 0 done; 1 a pass failed; 2 the options, the model or a file cannot be used; 130 stopped by Ctrl-C,
-143 by SIGTERM.
 """
 
 
@@ -392,9 +391,6 @@ sizes at --scale cpu, in tokens (for --scale full see docs/workloads.md):
 
 All requests of a round are submitted at once, and answers have fixed lengths. unshared to samples are lists known
 beforehand; the prompts of chat and tree_search depend on earlier answers; choices scores continuations.
-
-exit status: 0 done; 1 a pass failed; 2 the options, the model or a file cannot be used; 130 stopped by Ctrl-C,
-143 by SIGTERM.
 """
 
 

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
 from radixrt.bench.catalogue import SCALES, SHAPES, WORKLOADS, check_speed, one_of
 from radixrt.bench.comparison import Comparison
-from radixrt.bench.report import check_files, wide_console, write_json
+from radixrt.bench.report import check_files, figure_table, told, wide_console, write_json
 from radixrt.bench.run import Run, Runs, answer, program_of, run_once
 from radixrt.bench.subject import (
     device_speed,
@@ -116,20 +115,9 @@ def compare(options: Options, *, progress: bool = False) -> list[Comparison]:
 
 def print_comparisons(comparisons: Sequence[Comparison], console: Console) -> None:
     """Print the figures as a table, one workload a line."""
-    table = Table(caption=_CAPTION, caption_justify="left")
-    table.add_column("workload", no_wrap=True)
-    for header in (
-        "requests",
-        "prompt\ntokens",
-        "cached\ns",
-        "missed\ns",
-        "speed-\nup",
-        "tokens/s",
-        "hit\nrate",
-        "best\npossible",
-        "% of\nbound",
-    ):
-        table.add_column(header, justify="right", no_wrap=True)
+    columns = "requests", "prompt\ntokens", "cached\ns", "missed\ns", "speed-\nup", "tokens/s"
+    rates = "hit\nrate", "best\npossible", "% of\nbound"
+    table = figure_table(None, "workload", *columns, *rates, caption=_CAPTION)
     for comparison in comparisons:
         cached, percent = comparison.cached, comparison.percent_of_bound
         table.add_row(
@@ -152,10 +140,9 @@ def print_comparisons(comparisons: Sequence[Comparison], console: Console) -> No
 
 def _print_tiers(comparisons: Sequence[Comparison], console: Console) -> None:
     """Print the effect of a host tier."""
-    table = Table(caption="median seconds with the cache, without and with a host tier", caption_justify="left")
-    table.add_column("workload", no_wrap=True)
-    for header in ("without\ns", "with\ns", "speed-\nup", "hit rate\nwithout", "hit rate\nwith", "best\npossible"):
-        table.add_column(header, justify="right", no_wrap=True)
+    columns = "without\ns", "with\ns", "speed-\nup", "hit rate\nwithout", "hit rate\nwith", "best\npossible"
+    caption = "median seconds with the cache, without and with a host tier"
+    table = figure_table(None, "workload", *columns, caption=caption)
     for comparison in comparisons:
         without, tiered = comparison.cached, comparison.tiered
         table.add_row(
@@ -180,7 +167,7 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
     console = wide_console(_WIDTH)
     shape = options.config or SCALES[options.scale].shape
     environment = environment_of(options.device, options.model or f"{shape} (random weights)")
-    console.print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in environment.items()))
+    console.print(told(environment))
     comparisons = compare(options, progress=True)
     print_comparisons(comparisons, console)
     if json_file is not None:

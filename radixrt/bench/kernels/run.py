@@ -27,7 +27,7 @@ from radixrt.bench.kernels.roofline import Machine
 from radixrt.bench.kernels.sampling import sampling_cases, sampling_sweep
 from radixrt.bench.kernels.table import Report
 from radixrt.bench.kernels.tree import tree_cases, tree_sweep
-from radixrt.bench.report import check_files, wide_console, write_json
+from radixrt.bench.report import check_files, told, wide_console, write_json
 from radixrt.errors import ParameterError, RadixrtError
 from radixrt.version import __version__
 from triton_ops.implementation import triton
@@ -100,7 +100,7 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
     device = torch.device("cuda", torch.cuda.current_device())
     machine = measure_machine(timer, device)
     environment = {"radixrt": __version__, "torch": torch.__version__, "triton": triton.__version__}
-    console.print(", ".join(f"{name} {value}" for name, value in environment.items()))
+    console.print(told(environment))
     console.print(describe(machine))
     report = Report(console)
     results: list[Result] = []

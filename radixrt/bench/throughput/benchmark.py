@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from radixrt.bench.catalogue import ABLATIONS, SCALES
-from radixrt.bench.report import check_files, reason_of, wide_console, write_json
+from radixrt.bench.report import check_files, reason_of, told, wide_console, write_json
 from radixrt.bench.run import Run, Runs, answer, program_of, run_once
 from radixrt.bench.subject import device_speed, environment_of, model_of, model_shape
 from radixrt.bench.throughput.engine_process import EngineProcess, check_installed
@@ -58,7 +58,7 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
     environment = environment_of(options.device, options.model or named)
     if options.num_cards > 1:
         environment["cards"] = f"{options.num_cards} ({options.tp} ranks, {options.pp} stages)"
-    console.print(", ".join(f"{name} {value}" for name, value in environment.items()))
+    console.print(told(environment))
     if options.scale == "full" and choose_device(options.device).type == "cpu":
         print("radixrt: these sizes are for a GPU; --scale cpu has sizes for a CPU", file=sys.stderr)
     shapes = [_shape_figures(config, options, environment["device"]) for config in options.subjects]
@@ -125,7 +125,7 @@ def _parts(options: Options) -> int:
 def _report(options: Options, environment: dict[str, str], shapes: Sequence[ShapeFigures]) -> dict[str, Any]:
     return {
         "environment": environment,
-        "options": asdict(options) | {"trace": None if options.trace is None else str(options.trace)},
+        "options": asdict(options),
         "shapes": [figures.to_dict() for figures in shapes],
     }
 

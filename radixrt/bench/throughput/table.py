@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from radixrt.bench.report import figure_table
 from radixrt.bench.throughput.figures import (
     COLD_SECONDS,
     GRAPH_SECONDS,
@@ -36,22 +37,8 @@ _MET = {True: "[green]met[/]", False: "[red]missed[/]", None: ""}
 def print_workloads(figures: ShapeFigures, console: Console) -> None:
     """Print one workload a line, with its bound and goal."""
     has_goals = any(workload.goal is not None for workload in figures.workloads)
-    table = _table(
-        figures.name,
-        (
-            "requests",
-            "s",
-            "out/s",
-            "all/s",
-            "hit\nrate",
-            "best",
-            "bound\ns",
-            "x bound",
-            "% of\nbound",
-            "idle",
-            *(("goal", "") if has_goals else ()),
-        ),
-    )
+    columns = "requests", "s", "out/s", "all/s", "hit\nrate", "best", "bound\ns", "x bound", "% of\nbound", "idle"
+    table = figure_table(figures.name, "workload", *columns, *(("goal", "") if has_goals else ()))
     for workload in figures.workloads:
         runs, times = workload.runs, workload.runs.times_bound
         table.add_row(
@@ -83,7 +70,7 @@ def print_comparison(figures: ShapeFigures, console: Console) -> None:
     if not ablations and not has_baseline:
         return
     headers = [name.replace("-", " ") for name in ablations] + [figures.baseline_name] * has_baseline
-    table = _table(f"{figures.name}: seconds, and how many times ours", ("s", *headers))
+    table = figure_table(f"{figures.name}: seconds, and how many times ours", "workload", "s", *headers)
     notes: dict[str, int] = {}
     for workload in figures.workloads:
         ours = workload.runs.seconds
@@ -157,14 +144,6 @@ def _print_profile(profile: Profile, console: Console) -> None:
             escape(cost.name[:_NAME_LEN]),
         )
     console.print(table)
-
-
-def _table(title: str, headers: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
-    table.add_column("workload", no_wrap=True)
-    for header in headers:
-        table.add_column(header, justify="right", no_wrap=True)
-    return table
 
 
 def _limit(seconds: float, limit: float) -> str:
