@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -384,14 +383,17 @@ LISTS = (
 )
 CONFIGS = {"cpu": ("tiny",), "full": ("qwen3-0.6b", "llama-3.1-8b")}
 """By scale: the default shapes."""
-ABLATIONS: dict[str, dict[str, Any]] = {
-    "no-prefix-cache": {"enable_prefix_cache": False},
-    "no-overlap": {"overlap": False},
-    "no-graphs": {"cuda_graphs": False},
-    "flat": {"attention": "flat"},
-    "deterministic": {"deterministic": True},
+ABLATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "no-prefix-cache": ("again without the prefix cache", {"enable_prefix_cache": False}),
+    "no-overlap": ("again with passes that wait for one another's results", {"overlap": False}),
+    "no-graphs": ("again without captured graphs", {"cuda_graphs": False}),
+    "flat": ("again with attention that reads shared KV once for each request", {"attention": "flat"}),
+    "deterministic": (
+        "again with the same bits whatever runs beside (docs/same-bits.md)",
+        {"deterministic": True},
+    ),
 }
-"""By name: options of the Runtime."""
+"""By name: what it is, and options of the Runtime."""
 BASELINES = ("transformers", "vllm", "sglang")
 
 
@@ -413,27 +415,6 @@ GROUPS = {
     "kv_copy": "KV to and from pinned host memory (bound by the link) and within the pool",
 }
 """By name: a description, in running order."""
-
-
-def matching_cases(only: Sequence[str], cases: Sequence[tuple[str, str]]) -> list[int]:
-    """Indices of the cases (group, name) that match a pattern, in order; without patterns, of all.
-
-    A pattern is GROUP or GROUP/NAME with * and ?. Raises ParameterError if one matches no case.
-    """
-    if not only:
-        return list(range(len(cases)))
-    found: set[int] = set()
-    for pattern in only:
-        group, _, name = pattern.partition("/")
-        if group not in GROUPS:
-            raise ParameterError(f"only is {pattern!r}; its group must be one of: {', '.join(GROUPS)}")
-        members = [i for i, case in enumerate(cases) if case[0] == group]
-        matching = [i for i in members if fnmatchcase(cases[i][1], name or "*")]
-        if not matching:
-            names = ", ".join(repr(cases[i][1]) for i in members)
-            raise ParameterError(f"only is {pattern!r}, which is none of {group}'s: {names}")
-        found.update(matching)
-    return sorted(found)
 
 
 # -- options --------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from radixrt.bench.catalogue import GROUPS, matching_cases
+from radixrt.bench.catalogue import GROUPS
 from radixrt.bench.kernels.attention import attention_cases, attention_sweep
 from radixrt.bench.kernels.backward import backward_cases
 from radixrt.bench.kernels.case import Case
@@ -77,6 +78,27 @@ def choose_cases(options: Options) -> list[Case[Any]]:
     cases = list(reversed(named.values()))
     cases.sort(key=lambda case: list(GROUPS).index(case.group))
     return [cases[i] for i in matching_cases(options.only, [(case.group, case.name) for case in cases])]
+
+
+def matching_cases(only: Sequence[str], cases: Sequence[tuple[str, str]]) -> list[int]:
+    """Indices of the cases (group, name) that match a pattern, in order; without patterns, of all.
+
+    A pattern is GROUP or GROUP/NAME with * and ?. Raises ParameterError if one matches no case.
+    """
+    if not only:
+        return list(range(len(cases)))
+    found: set[int] = set()
+    for pattern in only:
+        group, _, name = pattern.partition("/")
+        if group not in GROUPS:
+            raise ParameterError(f"only is {pattern!r}; its group must be one of: {', '.join(GROUPS)}")
+        members = [i for i, case in enumerate(cases) if case[0] == group]
+        matching = [i for i in members if fnmatchcase(cases[i][1], name or "*")]
+        if not matching:
+            names = ", ".join(repr(cases[i][1]) for i in members)
+            raise ParameterError(f"only is {pattern!r}, which is none of {group}'s: {names}")
+        found.update(matching)
+    return sorted(found)
 
 
 def _without_compiled(case: Case[Any]) -> Case[Any]:

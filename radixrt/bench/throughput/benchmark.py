@@ -194,7 +194,8 @@ class ShapeMeasurement:
 
     def measure_ablation(self, ablation: str) -> None:
         """Measure all repetitions with a part of the engine switched off."""
-        with Runtime(**self._runtime_options, **ABLATIONS[ablation]) as runtime:
+        _, options = ABLATIONS[ablation]
+        with Runtime(**self._runtime_options, **options) as runtime:
             for workload in self.figures.workloads:
                 runs = workload.ablated[ablation] = Runs()
                 for run in self._repetitions(runtime, workload.workload):
