@@ -74,8 +74,9 @@ def _table(results: Sequence[Result], notes: dict[str, int]) -> Table:
         for measurement in result.measurements:
             name, cells = _cells(result, measurement, notes)
             table.add_row(name, *(cells[header] for header in headers))
-        for published in published_times(result.case.group, result.case.shape, result.machine):
-            name, cells = _cells(result, Measurement(published.name, eager_seconds=published.seconds), notes)
+        published = published_times(result.case.group, result.case.shape, result.machine)
+        for whose, seconds in published.items():
+            name, cells = _cells(result, Measurement(whose, eager_seconds=seconds), notes)
             table.add_row(f"{name}, published", *(cells[header] for header in headers), style="dim")
         table.add_section()
     return table
