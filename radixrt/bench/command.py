@@ -228,10 +228,10 @@ examples:
   radixrt bench throughput --flat --no-prefix-cache --no-overlap --no-graphs --baseline transformers --idle \\
       --step --start-up --json out.json --plot out.png --trace traces
 
-Answers have fixed lengths and are drawn at temperature 0.6. vLLM and SGLang run in a process of their own, with
-random weights for the same shape, prefix caching, captured graphs and 512 requests at once; their settings are
-printed. A baseline that fails is shown as -, with the reason below the table. Traces are for chrome://tracing or
-ui.perfetto.dev.
+Answers have fixed lengths and are drawn at temperature 0.6. A baseline runs in a process of its own, with random
+weights for the same shape; vLLM and SGLang with prefix caching, captured graphs and 512 requests at once. Its
+settings are printed. One that fails is shown as -, with the reason below the table. Traces are for chrome://tracing
+or ui.perfetto.dev.
 {_STATUS}"""
 
 

@@ -46,7 +46,6 @@ from radixrt.bench.throughput.passes import busy_seconds, costs, device_interval
 from radixrt.bench.throughput.plot import plot_figures
 from radixrt.bench.throughput.start_up import cold_and_warm, measure_start_up
 from radixrt.bench.throughput.table import print_comparison, print_details, print_start_up, print_workloads
-from radixrt.bench.throughput.transformers_batching import TransformersBatching
 from radixrt.cli import main
 from radixrt.errors import ParameterError, RadixrtError
 from radixrt.runtime import Runtime
@@ -222,42 +221,10 @@ def test_a_model_and_what_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_baseline_that_fails_or_lasts_hides_nothing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_baseline_that_lasts_hides_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     command = shlex.split("bench throughput --scale cpu --workload docqa --repeat 1 --device cpu")
-    command += ["--baseline", "transformers"]
-    assert main([*command, "--baseline-limit", "0.001"]) == 0
+    assert main([*command, "--baseline", "transformers", "--baseline-limit", "0.001"]) == 0
     assert re.search(r"docqa +│ +[0-9.]+ │ +> 0\.001 │", capsys.readouterr().out)
-
-    def fails(*_: Any, **__: Any) -> None:
-        raise RuntimeError("no room\nfor anything")
-
-    for broken in ("answer", "__init__"):
-        with monkeypatch.context() as patch:
-            patch.setattr(TransformersBatching, broken, fails)
-            assert main(command) == 0
-        shown = capsys.readouterr().out
-        assert re.search(r"docqa +│ +[0-9.]+ │ +- \[1\] │", shown), shown
-        assert "[1] RuntimeError: no room\n" in shown
-
-
-@pytest.mark.usefixtures("tiny")
-def test_answers_of_another_length_are_no_figures(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start = TransformersBatching.start_manager
-
-    def shorter(self: TransformersBatching, prompts: Any) -> Any:
-        manager = start(self, prompts)
-        add = manager.add_request
-        manager.add_request = lambda ids, max_new_tokens: add(ids, max_new_tokens=max_new_tokens - 1)
-        return manager
-
-    monkeypatch.setattr(TransformersBatching, "start_manager", shorter)
-    options = "--scale cpu --workload docqa --repeat 1 --device cpu --baseline transformers"
-    assert main(["bench", "throughput", *options.split()]) == 0
-    assert "[1] RadixrtError: it made 12 of 16 tokens" in capsys.readouterr().out  # in the warm-up
 
 
 @pytest.fixture

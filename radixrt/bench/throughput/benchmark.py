@@ -12,14 +12,12 @@ from typing import Any
 from tqdm import tqdm
 
 from radixrt.bench.catalogue import ABLATIONS, SCALES
-from radixrt.bench.report import check_files, reason_of, told, wide_console, write_json
+from radixrt.bench.report import check_files, told, wide_console, write_json
 from radixrt.bench.run import Run, Runs, answer, program_of, run_once
 from radixrt.bench.subject import device_speed, environment_of, model_of, model_shape
 from radixrt.bench.throughput.engine_process import EngineProcess, check_installed
-from radixrt.bench.throughput.engine_worker import ENGINES
 from radixrt.bench.throughput.figures import (
     BaselineEngine,
-    BaselineRun,
     ShapeFigures,
     WorkloadFigures,
     goal_of,
@@ -34,7 +32,6 @@ from radixrt.bench.throughput.passes import (
 )
 from radixrt.bench.throughput.start_up import cold_and_warm, measure_start_up
 from radixrt.bench.throughput.table import print_comparison, print_details, print_start_up, print_workloads
-from radixrt.bench.throughput.transformers_batching import TransformersBatching
 from radixrt.execution.device import choose_device
 from radixrt.runtime import Runtime
 from radixrt.workloads.bound import DeviceSpeed
@@ -85,7 +82,7 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
         if options.baseline is not None:
             for figures in shapes:  # after all our own measurements, which a failure there cannot touch
                 with _measurement(figures, options, done) as measurement:
-                    measurement.measure_baseline()
+                    measurement.measure_baseline(options.baseline)
     for figures in shapes:
         print_comparison(figures, console)
     if plot_file is not None:
@@ -151,7 +148,6 @@ class ShapeMeasurement:
         self.figures = figures
         self.options = options
         self.device = choose_device(options.device)
-        self._load_format = load_format
         scale = SCALES[options.scale]
         self._runtime_options: dict[str, Any] = {
             "model": str(model),
@@ -210,39 +206,23 @@ class ShapeMeasurement:
             self.figures.warm = measure_start_up(self._runtime_options)
         self._done("start-up")
 
-    def measure_baseline(self) -> None:
-        """Run the lists of the first repetition through another engine. An exception becomes the reason."""
-        try:
-            baseline = self._open_baseline()
-        except Exception as error:  # of any kind: our own figures are still shown
-            failed = BaselineRun(reason=reason_of(error))
-            for workload in self.figures.workloads:
-                workload.baseline = failed
-                self._done(f"{workload.workload}, {self.options.baseline}")
-            return
-        with contextlib.closing(baseline):
+    def measure_baseline(self, engine: str) -> None:
+        """Run the lists of the first repetition through another engine. A failure becomes the reason."""
+        with contextlib.closing(self._other_engine(engine)) as baseline:
             for workload in self.figures.workloads:
                 prompts = self._prompts(workload.workload, self.options.seed)
                 warm_up = self._warm_up_prompts(workload.workload)
                 workload.baseline = baseline.run(prompts, warm_up, self.options.baseline_limit)
                 self.figures.baseline = BaselineEngine(baseline.name, baseline.settings)
-                self._done(f"{workload.workload}, {self.options.baseline}")
+                self._done(f"{workload.workload}, {engine}")
 
-    def _open_baseline(self) -> TransformersBatching | EngineProcess:
-        name, scale = self.options.baseline, SCALES[self.options.scale]
-        common: dict[str, Any] = {
-            "load_format": self._load_format,
-            "device": self.device,
-            "seed": self.options.seed,
-        }
-        if name in ENGINES:
-            return EngineProcess(name, self._runtime_options["model"], **common)
-        return TransformersBatching(
-            self._runtime_options["model"],
-            max_total_tokens=scale.max_total_tokens,
-            max_batch_tokens=scale.chunked_prefill_size,
-            **common,
-        )
+    def _other_engine(self, engine: str) -> EngineProcess:
+        options = {name: self._runtime_options[name] for name in ("model", "load_format", "seed")}
+        if engine == "transformers":
+            options["device"] = self.device.type
+            options["max_total_tokens"] = self._runtime_options["max_total_tokens"]
+            options["max_batch_tokens"] = self._runtime_options["chunked_prefill_size"]
+        return EngineProcess(engine, options, self.device)
 
     @property
     def file_name(self) -> str:
