@@ -13,16 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 from rich.console import Console
 from tqdm import tqdm
 
 import radixrt
 from radixrt.bench.catalogue import SHAPES, write_shape
 from radixrt.bench.report import figure_table
-from radixrt.planning.batch_plan import BatchPlan, plan_batch
-from radixrt.planning.demands import Demands
-from radixrt.planning.token_store import TokenStore
 from radixrt.report.batch_report import BatchReport
 from radixrt.workloads.lists import WorkloadPrompt, fewshot
 
@@ -47,7 +43,7 @@ def measure(
 
     `pool`: slots of the KV pool; None: twice the longest request.
     """
-    pool = pool or 2 * planned(prompts).longest_request
+    pool = pool or 2 * max(len(prompt.prompt_ids) + prompt.max_new_tokens - 1 for prompt in prompts)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         lines = folder / "in.jsonl"
@@ -71,13 +67,6 @@ def measure(
                 ) as runtime:
                     report = runtime.run_batch(lines, folder / "out.jsonl", order=order, overwrite=True)
                 yield OrderedRun(budget, pool, order, report)
-
-
-def planned(prompts: list[WorkloadPrompt]) -> BatchPlan:
-    """The plan of the prompts."""
-    new_tokens = np.array([prompt.max_new_tokens for prompt in prompts], dtype=np.int64)
-    store = TokenStore.of([prompt.prompt_ids for prompt in prompts])
-    return plan_batch(store, Demands.of(store.lengths, new_tokens))
 
 
 def main() -> None:

@@ -12,7 +12,6 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 NAMES = sorted(path.name for path in SCRIPTS.glob("*.py") if path.name != "__init__.py")
 PARTS = {
     "serving_clients.py": "bench_serving.py",
-    "state_bound.py": "compare_state_rules.py",
     "state_rules.py": "compare_state_rules.py",
 }
 """Files that are no programs, and the program of which they are a part."""
