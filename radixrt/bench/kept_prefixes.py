@@ -18,7 +18,7 @@ from rich.console import Console
 from tqdm import tqdm
 
 from radixrt.bench.report import check_files, figure_table, told, wide_console, write_json
-from radixrt.bench.subject import environment_of, model_of, value_bytes
+from radixrt.bench.subject import environment_of, model_of, model_shape
 from radixrt.checks import check_int
 from radixrt.errors import ParameterError
 from radixrt.runtime import Runtime
@@ -127,9 +127,7 @@ def measure(options: Options) -> KeptPrefixes:
         with runtime(fits // 4) as small:
             _warm_up(small, options)
             play(QUARTER, small)
-            config = small.config
-            token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-            token_bytes *= value_bytes(small, options.dtype)
+            token_bytes = model_shape(small).kv_bytes
         with runtime(fits // 4, host_memory_gb=1.2 * fits * token_bytes / 1e9) as tiered:
             _warm_up(tiered, options)
             play(TIER, tiered)

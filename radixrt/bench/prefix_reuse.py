@@ -15,12 +15,7 @@ from radixrt.bench.catalogue import SCALES, SHAPES, WORKLOADS, check_speed, one_
 from radixrt.bench.comparison import Comparison
 from radixrt.bench.report import check_files, figure_table, told, wide_console, write_json
 from radixrt.bench.run import Run, Runs, answer, program_of, run_once
-from radixrt.bench.subject import (
-    device_speed,
-    environment_of,
-    model_of,
-    model_shape,
-)
+from radixrt.bench.subject import device_speed, environment_of, model_of, model_shape
 from radixrt.checks import check_float, check_int
 from radixrt.errors import ParameterError
 from radixrt.runtime import Runtime
@@ -218,7 +213,6 @@ def _warm_up(runtime: Runtime) -> None:
 
 
 def _run(runtime: Runtime, name: str, options: Options, repetition: int) -> Run:
-    sizes = SCALES[options.scale].sizes.get(name, {})
-    program = program_of(name, sizes, runtime.config.vocab_size, options.seed + repetition)
+    program = program_of(name, SCALES[options.scale], runtime.config.vocab_size, options.seed + repetition)
     speed = device_speed(runtime.device, options.bandwidth, options.flops)
-    return run_once(runtime, program, model_shape(runtime, options.dtype), speed)
+    return run_once(runtime, program, model_shape(runtime), speed)

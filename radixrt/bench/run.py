@@ -5,12 +5,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from radixrt.bench.catalogue import LISTS, WORKLOADS, Size
+from radixrt.bench.catalogue import LISTS, WORKLOADS, Scale
 from radixrt.errors import RadixrtError
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
@@ -91,12 +91,12 @@ class Runs(list[Run]):
         return [asdict(run) for run in self]
 
 
-def program_of(name: str, sizes: Mapping[str, Size], vocab_size: int, repetition: int) -> Program:
-    """A program of LISTS or WORKLOADS, with other prompts for each `repetition`."""
+def program_of(name: str, scale: Scale, vocab_size: int, repetition: int) -> Program:
+    """A program of LISTS or WORKLOADS in the sizes of a scale, with other prompts for each `repetition`."""
     # The lists' own seeds are 0 to 9, in this order, those of the programs after the first five lists 5 to 7.
     own_seed = (LISTS if name in LISTS else WORKLOADS).index(name)
     seed = own_seed + SEED_STEP * repetition
-    return PROGRAMS[name](seed, vocab_size=min(VOCAB_SIZE, vocab_size), **sizes)
+    return PROGRAMS[name](seed, vocab_size=min(VOCAB_SIZE, vocab_size), **scale.sizes.get(name, {}))
 
 
 def run_once(runtime: Runtime, program: Program, shape: ModelShape, speed: DeviceSpeed | None) -> Run:

@@ -240,7 +240,7 @@ class ShapeMeasurement:
         if speed is not None:  # what goes from card to card takes no time in the bound
             cards = self.options.num_cards
             speed = DeviceSpeed(cards * speed.bandwidth, cards * speed.flops)
-        return run_once(runtime, self._program(name, repetition), model_shape(runtime, "auto"), speed)
+        return run_once(runtime, self._program(name, repetition), model_shape(runtime), speed)
 
     def _warm_up(self, runtime: Runtime, name: str) -> None:
         answer(runtime, self._warm_up_prompts(name))
@@ -260,6 +260,4 @@ class ShapeMeasurement:
         return next(self._program(name, repetition))  # a list is a program of one round
 
     def _program(self, name: str, repetition: int) -> Program:
-        return program_of(
-            name, SCALES[self.options.scale].sizes.get(name, {}), self.figures.vocab_size, repetition
-        )
+        return program_of(name, SCALES[self.options.scale], self.figures.vocab_size, repetition)
