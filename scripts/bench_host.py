@@ -280,7 +280,7 @@ def main() -> None:
                 "passes": f"{passes}",
                 "ms a request": f"{1000 * total / len(prompts):.3f}",
                 "ms a pass": f"{1000 * total / passes:.3f}",
-                "ms a pass of the same decodes": "-" if steady is None else f"{1000 * steady:.3f}",
+                "ms a pass of the same decodes, least": "-" if steady is None else f"{1000 * steady:.3f}",
                 "us an ended request, where none begin": f"{1e6 * median(ends):.1f}" if ends else "-",
                 "ms to the first pass": f"{1000 * median(run.first for run in runs):.1f}",
                 "the same by the clock, least": f"{1000 * min(run.first_wall for run in runs):.1f}",

@@ -590,6 +590,14 @@ def test_goals_hold_for_their_card_alone() -> None:
     assert {config for config, _ in GOALS} <= set(SHAPES)
 
 
+@pytest.mark.parametrize("changes", [{"quantization": "fp8"}, {"kv_dtype": "fp8"}, {"tp": 2}])
+def test_goals_hold_for_one_card_in_bf16_alone(changes: dict[str, Any]) -> None:
+    options = Options(workloads=("docqa",))
+    for asked, goal in ((options, 1.9), (replace(options, **changes), None)):
+        (docqa,) = benchmark._shape_figures("qwen3-0.6b", asked, CARD).workloads
+        assert docqa.goal == goal
+
+
 def test_tables() -> None:
     docqa = WorkloadFigures("docqa", goal_of("qwen3-0.6b", "docqa", CARD), Runs([RUN]), idle_share=0.125)
     docqa.ablated = {"no-overlap": Runs([replace(RUN, seconds=3.0)])}

@@ -93,13 +93,11 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
 
 
 def _shape_figures(config: str | None, options: Options, device_name: str) -> ShapeFigures:
+    name = options.model or f"{config} (random weights)"
+    goals = {workload: goal_of(config, workload, device_name) for workload in options.workloads}
+    has_goals = options.num_cards == 1 and options.in_bf16
     return ShapeFigures(
-        config,
-        options.model or f"{config} (random weights)",
-        [
-            WorkloadFigures(name, goal_of(config, name, device_name) if options.num_cards == 1 else None)
-            for name in options.workloads
-        ],
+        config, name, [WorkloadFigures(w, goal if has_goals else None) for w, goal in goals.items()]
     )
 
 
