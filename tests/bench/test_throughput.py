@@ -8,9 +8,7 @@ import itertools
 import json
 import os
 import re
-import runpy
 import shlex
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -431,14 +429,6 @@ def test_command_errors(
 def test_options_out_of_bounds_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ParameterError, match=message):
         Options(**changes)
-
-
-def test_the_script_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench_throughput.py", "--help"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(HOME / "scripts" / "bench_throughput.py"), run_name="__main__")
-    assert ended.value.code == 0
-    assert "--baseline-limit" in capsys.readouterr().out
 
 
 @pytest.mark.gpu
