@@ -9,8 +9,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from radixrt.bench.bars import GOAL, OURS, THEIRS, plain
 from radixrt.bench.comparison import Comparison
+from radixrt.bench.pictures import GOAL, OURS, THEIRS, plain
 
 HEIGHT = 0.38  # of a bar; two of them and a gap make a workload
 

@@ -26,7 +26,7 @@ from radixrt.models.config import read_architecture
 from radixrt.models.registry import find_architecture
 from radixrt.planning.cards import shape_of
 from radixrt.workloads.bound import Experts, ModelShape
-from tests.support.tiny_workloads import SIZES, make_tiny
+from tests.support.tiny_workloads import RUN, SIZES, make_tiny
 
 HOME = Path(radixrt.__file__).resolve().parent.parent
 
@@ -43,19 +43,7 @@ def printed(comparison: Comparison) -> str:
 
 
 def run(seconds: float, **changes: Any) -> Run:
-    return replace(
-        Run(
-            seconds=seconds,
-            requests=3,
-            prompt_tokens=1000,
-            cached_tokens=600,
-            generated_tokens=200,
-            recomputed_tokens=0,
-            best_cached_tokens=700,
-            bound_seconds=None,
-        ),
-        **changes,
-    )
+    return replace(RUN, **{"seconds": seconds, "bound_seconds": None, **changes})
 
 
 @pytest.mark.usefixtures("tiny")

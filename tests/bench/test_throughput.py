@@ -24,7 +24,7 @@ from rich.console import Console
 import radixrt
 from radixrt.bench.catalogue import ABLATIONS, CONFIGS, LISTS, SHAPES, write_shape
 from radixrt.bench.kernels.goals import CARD
-from radixrt.bench.run import Run, Runs
+from radixrt.bench.run import Runs
 from radixrt.bench.throughput import benchmark, engine_process, passes
 from radixrt.bench.throughput.engine_process import only_visible
 from radixrt.bench.throughput.figures import (
@@ -48,19 +48,9 @@ from radixrt.cli import main
 from radixrt.errors import ParameterError, RadixrtError
 from radixrt.runtime import Runtime
 from radixrt.workloads import lists
-from tests.support.tiny_workloads import SIZES, make_tiny
+from tests.support.tiny_workloads import RUN, SIZES, make_tiny
 
 HOME = Path(radixrt.__file__).resolve().parent.parent
-RUN = Run(
-    seconds=2.0,
-    requests=3,
-    prompt_tokens=1000,
-    cached_tokens=600,
-    generated_tokens=200,
-    recomputed_tokens=0,
-    best_cached_tokens=700,
-    bound_seconds=1.0,
-)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from numpy import linspace
 
-from radixrt.bench.bars import GOAL, OURS, THEIRS, Bar, draw_blocks, mark
+from radixrt.bench.pictures import GOAL, OURS, THEIRS, Bar, draw_blocks, mark
 
 PUBLISHED = "#ececec"
 BAR = 0.26  # inches

@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from radixrt.bench.bars import BOUND, GOAL, OURS, THEIRS, Bar, draw_blocks, mark
+from radixrt.bench.pictures import BOUND, GOAL, OURS, THEIRS, Bar, draw_blocks, mark
 from radixrt.bench.throughput.figures import ShapeFigures, WorkloadFigures
 
 ABLATED = ("#5f9fca", "#86b8d9", "#a9cbe3", "#cfe2ef", "#e4eef6")

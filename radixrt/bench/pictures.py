@@ -1,4 +1,4 @@
-"""Bars of benchmarks as a picture. Needs matplotlib, which is in the extra `bench`."""
+"""What pictures of benchmarks have in common. They need matplotlib, which is in the extra `bench`."""
 
 # Tests: tests/bench/test_kernels.py, tests/bench/test_throughput.py
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 OURS, THEIRS, BOUND, GOAL = "#1b6ca8", "#c9c9c9", "#2b2b2b", "#d1495b"
+TEXT = "#767c84"  # of transparent pictures: legible on white and on GitHub's dark page
 
 Bar = tuple[str, float, str]
 """Its name, length and colour."""
@@ -42,3 +43,14 @@ def plain(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
+
+
+def label_counts(axes: Any, counts: Sequence[int], name: str, figure: str, *, legend: str) -> None:
+    """Label the axes of a transparent picture of a figure over counts that double; `legend` is its place."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, list(map(str, counts)))
+    axes.set_xlabel(name, color=TEXT)
+    axes.set_ylabel(figure, color=TEXT)
+    axes.tick_params(colors=TEXT)
+    axes.spines[:].set_color(TEXT)
+    axes.legend(loc=legend, frameon=False, labelcolor=TEXT, fontsize=8)
