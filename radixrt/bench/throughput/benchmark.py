@@ -16,12 +16,7 @@ from radixrt.bench.report import check_files, told, wide_console, write_json
 from radixrt.bench.run import Run, Runs, answer, program_of, run_once
 from radixrt.bench.subject import device_speed, environment_of, model_of, model_shape
 from radixrt.bench.throughput.engine_process import EngineProcess, check_installed
-from radixrt.bench.throughput.figures import (
-    BaselineEngine,
-    ShapeFigures,
-    WorkloadFigures,
-    goal_of,
-)
+from radixrt.bench.throughput.figures import BaselineEngine, ShapeFigures, WorkloadFigures, goal_of
 from radixrt.bench.throughput.options import Options
 from radixrt.bench.throughput.passes import (
     busy_seconds,
@@ -182,8 +177,8 @@ class ShapeMeasurement:
                 self.figures.step = measure_step(runtime)
                 self._done("decode steps")
             if self.options.trace is not None:
-                prompts = self._prompts("unshared", self.options.seed)
-                self.figures.profiles = profile_passes(runtime, prompts, self.options.trace, self.file_name)
+                prompts, name = self._prompts("unshared", self.options.seed), self.figures.config or "model"
+                self.figures.profiles = profile_passes(runtime, prompts, self.options.trace, name)
                 self._done("profiles")
 
     def measure_ablation(self, ablation: str) -> None:
@@ -222,14 +217,9 @@ class ShapeMeasurement:
             options["max_batch_tokens"] = self._runtime_options["chunked_prefill_size"]
         return EngineProcess(engine, options, self.device)
 
-    @property
-    def file_name(self) -> str:
-        """Name of the shape in files of traces."""
-        return self.figures.config or "model"
-
     def _repetitions(self, runtime: Runtime, name: str) -> Iterator[Run]:
         first = self.options.seed
-        self._warm_up(runtime, name)
+        answer(runtime, self._warm_up_prompts(name))
         for repetition in range(first, first + self.options.repeat):
             yield self._run(runtime, name, repetition)
 
@@ -239,9 +229,6 @@ class ShapeMeasurement:
             cards = self.options.num_cards
             speed = DeviceSpeed(cards * speed.bandwidth, cards * speed.flops)
         return run_once(runtime, self._program(name, repetition), model_shape(runtime), speed)
-
-    def _warm_up(self, runtime: Runtime, name: str) -> None:
-        answer(runtime, self._warm_up_prompts(name))
 
     def _warm_up_prompts(self, name: str) -> list[WorkloadPrompt]:
         """Other prompts of the same kind, with few new tokens."""

@@ -1,9 +1,9 @@
 """A program that runs lists of prompts through another engine, started by `engine_process`.
 
-Its one argument is JSON, the keyword arguments of `open_engine`. It prints lines of JSON: one when the engine is
-up, with its name, version and settings; then, for each line on standard input (`temperature`, `warm_up` and
-`prompts`, each of [token ids, new tokens]), one when it is warm and one with the list's seconds and tokens, or the
-error.
+Its one argument is JSON: `engine`, one of ENGINES, and its keyword arguments. It prints lines of JSON: one when the
+engine is up, with its name, version and settings; then, for each line on standard input (`temperature`, `warm_up`
+and `prompts`, each of [token ids, new tokens]), one when it is warm and one with the list's seconds and tokens, or
+the error.
 """
 
 from __future__ import annotations
@@ -114,11 +114,6 @@ ENGINES: dict[str, Callable[..., Engine]] = {
 }
 
 
-def open_engine(engine: str, model: str, **options: Any) -> Engine:
-    """Start an engine of ENGINES. Its option `load_format` is "auto" or "dummy"."""
-    return ENGINES[engine](model, **options)
-
-
 def main() -> None:
     # What the engine and its processes print goes to stderr: standard output has our lines alone.
     lines = os.fdopen(os.dup(1), "w")
@@ -127,7 +122,8 @@ def main() -> None:
     def tell(**values: Any) -> None:
         print(json.dumps(values), file=lines, flush=True)
 
-    engine = open_engine(**json.loads(sys.argv[1]))
+    options = json.loads(sys.argv[1])
+    engine = ENGINES[options.pop("engine")](**options)
     tell(name=engine.name, settings=engine.settings)
     for line in sys.stdin:
         job = json.loads(line)
