@@ -1,9 +1,9 @@
 """A program that runs lists of prompts through another engine, started by `engine_process`.
 
-Its one argument is JSON: `engine`, one of ENGINES, and its keyword arguments. It prints lines of JSON: one when the
-engine is up, with its name, version and settings; then, for each line on standard input (`temperature`, `warm_up`
-and `prompts`, each of [token ids, new tokens]), one when it is warm and one with the list's seconds and tokens, or
-the error.
+Its one argument is JSON: `engine`, one of ENGINES, and its keyword arguments. It prints lines of JSON: one when
+the engine is up, with its name, version and settings; then, for each line on standard input (`temperature`,
+`warm_up` and `prompts`, each of [token ids, new tokens]), one when it is warm and one with the list's seconds and
+tokens, or the error.
 """
 
 from __future__ import annotations
