@@ -12,7 +12,7 @@ from rich.console import Console
 from tqdm import tqdm
 
 from radixrt.bench.catalogue import SCALES, SHAPES, WORKLOADS, check_speed, one_of
-from radixrt.bench.comparison import Comparison
+from radixrt.bench.comparison import Comparison, plot_comparisons
 from radixrt.bench.report import check_files, figure_table, told, wide_console, write_json
 from radixrt.bench.run import Run, Runs, answer, program_of, run_once
 from radixrt.bench.subject import device_speed, environment_of, model_of, model_shape
@@ -173,8 +173,6 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
         }
         write_json(json_file, report)
     if plot_file is not None:
-        from radixrt.bench.plot import plot_comparisons  # matplotlib is an extra
-
         plot_comparisons(comparisons, plot_file, title=f"{environment['model']} on {environment['device']}")
     return 0
 
