@@ -107,7 +107,7 @@ Run workloads that share prefixes with the cache and with misses forced on the s
 speed-up, tokens a second, hit rate beside the best possible one (from the token lists alone), and the share of the
 device's bandwidth and arithmetic that the time reaches.
 """
-_PREFIX_REUSE_EXAMPLES = f"""\
+_PREFIX_REUSE_EXAMPLES = """\
 examples:
   radixrt bench prefix-reuse
   radixrt bench prefix-reuse --workload docqa --workload samples --model built-in --json out.json
@@ -115,11 +115,11 @@ examples:
   radixrt bench prefix-reuse --workload chat --max-total-tokens 4000 --host-memory-gb 1
 
 sizes at --scale cpu, in tokens (for --scale full see docs/workloads.md):
-{_lines(size_table("cpu", WORKLOADS))}
+{sizes}
 
 All requests of a round are submitted at once, and answers have fixed lengths. unshared to samples are lists known
 beforehand; the prompts of chat and tree_search depend on earlier answers; choices scores continuations.
-{_STATUS}"""
+"""
 
 
 def _add_prefix_reuse(benchmarks: Any) -> None:
@@ -129,7 +129,7 @@ def _add_prefix_reuse(benchmarks: Any) -> None:
         _prefix_reuse,
         help="workloads that share prefixes, with the cache and with misses forced",
         description=_PREFIX_REUSE,
-        epilog=_PREFIX_REUSE_EXAMPLES,
+        epilog=_PREFIX_REUSE_EXAMPLES.format(sizes=_lines(size_table("cpu", WORKLOADS))) + _STATUS,
     )
     option = parser.add_argument_group("workloads").add_argument
     option("--scale", choices=tuple(SCALES), help="; ".join(f"{n}: {s.description}" for n, s in SCALES.items()))
