@@ -13,16 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
 import radixrt
 from radixrt.bench.catalogue import SHAPES, write_shape
-from radixrt.planning.batch_plan import BatchPlan, plan_batch
-from radixrt.planning.demands import Demands
-from radixrt.planning.token_store import TokenStore
+from radixrt.bench.report import figure_table
 from radixrt.report.batch_report import BatchReport
 from radixrt.workloads.lists import WorkloadPrompt, fewshot
 
@@ -47,7 +43,7 @@ def measure(
 
     `pool`: slots of the KV pool; None: twice the longest request.
     """
-    pool = pool or 2 * planned(prompts).longest_request
+    pool = pool or 2 * max(len(prompt.prompt_ids) + prompt.max_new_tokens - 1 for prompt in prompts)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         lines = folder / "in.jsonl"
@@ -73,13 +69,6 @@ def measure(
                 yield OrderedRun(budget, pool, order, report)
 
 
-def planned(prompts: list[WorkloadPrompt]) -> BatchPlan:
-    """The plan of the prompts."""
-    new_tokens = np.array([prompt.max_new_tokens for prompt in prompts], dtype=np.int64)
-    store = TokenStore.of([prompt.prompt_ids for prompt in prompts])
-    return plan_batch(store, Demands.of(store.lengths, new_tokens))
-
-
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description="Hits and time of a few-shot batch in two orders.")
@@ -91,7 +80,7 @@ def main() -> None:
     option("--device", help="such as cpu or cuda (the GPU, if there is one)")
     arguments = parser.parse_args()
     prompts = fewshot(subjects=arguments.subjects, questions=arguments.questions)
-    table = Table("budget", "pool", "order", "hit rate", "of the best", "predicted", "s")
+    table = figure_table(None, "budget", "pool", "order", "hit rate", "of the best", "predicted", "s")
     runs = measure(prompts, arguments.config, arguments.device, arguments.pool)
     for run in tqdm(runs, total=len(BUDGETS) * len(ORDERS), unit=" runs"):
         report = run.report

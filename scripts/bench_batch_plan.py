@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from radixrt.arrays import Int32Array
+from radixrt.bench.report import figure_table
 from radixrt.limits import RunLimits
 from radixrt.planning.batch_plan import BatchPlan, plan_batch
 from radixrt.planning.cache_model import model_run
@@ -183,16 +183,16 @@ def main() -> None:
     parser.add_argument("--no-predictions", dest="predictions", action="store_false", help="speed alone")
     arguments = parser.parse_args()
     console = Console()
-    table = Table("prompts", "case", "tokens", "plan, s", "hints, s", "model, s", "memory, MB")
+    table = figure_table(None, "case", "prompts", "tokens", "plan, s", "hints, s", "model, s", "memory, MB")
     for case, (length, _, _) in CASES.items():
         prompts = arguments.prompts if length <= 1_000 else arguments.prompts // 5
         speed = measure_speed(case, prompts)
         seconds = (f"{value:.1f}" for value in (speed.plan, speed.hints, speed.model))
-        table.add_row(f"{prompts:,}", case, f"{speed.tokens:,}", *seconds, f"{speed.memory / 1e6:,.0f}")
+        table.add_row(case, f"{prompts:,}", f"{speed.tokens:,}", *seconds, f"{speed.memory / 1e6:,.0f}")
     console.print(table)
     if not arguments.predictions:
         return
-    table = Table("list", "pool", "budget", "best", "planned", "model", "file order", "model")
+    table = figure_table(None, "list", "pool", "budget", "best", "planned", "model", "file order", "model")
     for name in LISTS:
         for found in compare(name):
             rates = (found.best, found.planned, found.planned_model, found.file_order, found.file_order_model)

@@ -16,10 +16,9 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from rich.table import Table
 
 from radixrt.arrays import Int32Array
-from radixrt.bench.report import wide_console
+from radixrt.bench.report import figure_table, wide_console
 from radixrt.builtin import MODEL_PATH
 from radixrt.execution.pass_builder import PackedPass
 from radixrt.forms import llguidance_form
@@ -154,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "launch draw": given.launch_draw_ms / 1000,
         "masks": given.mask_ms / 1000,
     }
-    table = Table("answers", "form", "ms a pass of the same", "ms a pass after one has ended")
+    table = figure_table(None, "answers", "form", "ms a pass of the same", "ms a pass after one has ended")
     for with_form in (True, False):
         found = measure(given.answers, seconds, with_form=with_form)
         table.add_row(str(given.answers), "yes" if with_form else "no", *(f"{value:.2f}" for value in found))

@@ -22,10 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.table import Table
-
 from radixrt.bench.catalogue import SHAPES, write_shape
-from radixrt.bench.report import wide_console
+from radixrt.bench.report import figure_table, wide_console
 from radixrt.builtin import MODEL_PATH
 from radixrt.engine.engine import Engine
 from radixrt.errors import RadixrtError
@@ -173,9 +171,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         docqa(questions=count // 4, document_len=given.document_len, vocab_size=PROMPT_VOCABULARY)
         for count in given.requests or (512,)
     ]
-    table = Table(title="Answers to JSON schemas, beside as many of the same lengths without")
-    for column in COLUMNS:
-        table.add_column(column, justify="right")
+    table = figure_table("Answers to JSON schemas, beside as many of the same lengths without", *COLUMNS)
     for config in given.config or ("qwen3-0.6b",):
         with tempfile.TemporaryDirectory() as folder:
             write_shape(config, Path(folder))

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from radixrt.arrays import Int32Array
+from radixrt.bench.report import figure_table
 from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.engine.driver import Driver
 from radixrt.execution.attention.flat import KernelShape
@@ -260,10 +260,8 @@ def main() -> None:
     given = parser.parse_args()
     for name in given.lists or LISTS:
         prompts = LISTS[name]()
-        table = Table(
-            "part",
-            title=f"{name}: {len(prompts):,} prompts; CPU s, medians of {given.repeat}; ms up to the first pass",
-        )
+        title = f"{name}: {len(prompts):,} prompts; CPU s, medians of {given.repeat}; ms up to the first pass"
+        table = figure_table(title, "part")
         columns: list[dict[str, str]] = []
         for running in given.running or (512, 2048):
             if given.profile:
@@ -282,7 +280,7 @@ def main() -> None:
                 "passes": f"{passes}",
                 "ms a request": f"{1000 * total / len(prompts):.3f}",
                 "ms a pass": f"{1000 * total / passes:.3f}",
-                "ms a pass of the same decodes": "-" if steady is None else f"{1000 * steady:.3f}",
+                "ms a pass of the same decodes, least": "-" if steady is None else f"{1000 * steady:.3f}",
                 "us an ended request, where none begin": f"{1e6 * median(ends):.1f}" if ends else "-",
                 "ms to the first pass": f"{1000 * median(run.first for run in runs):.1f}",
                 "the same by the clock, least": f"{1000 * min(run.first_wall for run in runs):.1f}",

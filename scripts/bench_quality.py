@@ -8,7 +8,6 @@ A setting is a list of options of `Runtime`; all are compared with the first.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,13 +15,11 @@ from itertools import takewhile
 from statistics import fmean
 from typing import Any
 
-from rich.table import Table
-
 from radixrt import Runtime, SamplingParams
-from radixrt.bench.report import wide_console
+from radixrt.bench.report import figure_table, wide_console
 from radixrt.output import RequestOutput, TokenLogprob
 from radixrt.text.chat import Chat
-from scripts.demo_llm import ASK, QUESTIONS
+from scripts.demo_llm import QUESTIONS, documents_of, prompt, read
 
 SETTINGS = ("dtype=float32", "dtype=bfloat16", "dtype=float32,kv_dtype=fp8", "dtype=bfloat16,kv_dtype=fp8")
 COLUMNS = ("perplexity", "off by", "same next token", "same answers", "same tokens")
@@ -63,10 +60,8 @@ class Measured:
 
 def measured(model: str, options: dict[str, Any], questions: Sequence[dict[str, str]], most: int) -> Measured:
     """Run a model under a setting: the documents, and questions about them, with at most so many tokens each."""
-    folder = QUESTIONS.parent
-    documents = {asked["document"]: "" for asked in questions}
-    documents = {name: (folder / name).read_text(encoding="utf-8") for name in documents}
-    asked = [f"{documents[q['document']]}\n\n{ASK}\n{q['question']}" for q in questions]
+    documents = documents_of(questions)
+    asked = [prompt(documents[each["document"]], each["question"]) for each in questions]
     with Runtime(model, **options) as runtime:
         scored = runtime.generate(
             list(documents.values()), SamplingParams(max_new_tokens=0, prompt_logprobs=1), progress=True
@@ -110,14 +105,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--questions", type=int, default=None, help="so many of the questions (all)")
     arguments = parser.parse_args(argv)
     settings = {setting: options_of(setting) for setting in arguments.settings}
-    lines = QUESTIONS.read_text(encoding="utf-8").splitlines()[: arguments.questions]
-    table = Table(title=f"{arguments.model}, {len(lines)} questions")
-    table.add_column("setting", no_wrap=True)
-    for column in COLUMNS:
-        table.add_column(column, justify="right")
+    questions = read(QUESTIONS)[: arguments.questions]
+    table = figure_table(f"{arguments.model}, {len(questions)} questions", "setting", *COLUMNS)
     first: Measured | None = None
     for setting, options in settings.items():
-        found = measured(arguments.model, options, list(map(json.loads, lines)), arguments.max_new_tokens)
+        found = measured(arguments.model, options, questions, arguments.max_new_tokens)
         first = found if first is None else first
         table.add_row(setting, f"{found.perplexity:.3f}", *found.compared(first))
     wide_console(110).print(table)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
+from radixrt.bench.report import figure_table
 from radixrt.cache.radix_tree import DEFAULT_NAMESPACE, RadixTree, Tokens
 from radixrt.workloads import token_statistics
 
@@ -75,9 +75,7 @@ def measure_statistics(prompts: int = 100_000, tokens: int = 1_000) -> float:
 def main() -> None:
     """Print the figures."""
     argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0]).parse_args()
-    table = Table("operation", "median, us", "goal, us", title="radix tree")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = figure_table("radix tree", "operation", "median, us", "goal, us")
     for figure in measure():
         goal = "" if figure.goal is None else f"{figure.goal:g}"
         table.add_row(figure.name, f"{figure.microseconds:.1f}", goal)

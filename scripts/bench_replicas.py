@@ -26,6 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from radixrt.bench.catalogue import SHAPES
+from radixrt.bench.pictures import TEXT, label_counts
+from radixrt.bench.report import figure_table
 from radixrt.bench.subject import model_of
 from radixrt.output import RequestOutput
 from radixrt.planning.batch_plan import plan_batch
@@ -147,7 +149,7 @@ def run(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def comparison(records: Sequence[dict[str, Any]]) -> Table:
     """A row for each list and number of replicas, beside one."""
     columns = "shape", "list", "prompts", "cards", "s", "times as fast", "hit rate", "twice", "planned", "ends"
-    table = Table(*columns, "killed")
+    table = figure_table(None, *columns, "killed")
     alone = {(each["config"], each["tp"], each["list"]): each for each in records if each["replicas"] == 1}
     for each in sorted(records, key=lambda each: (each["config"], each["tp"], each["list"], each["replicas"])):
         one = None if each["killed"] else alone.get((each["config"], each["tp"], each["list"]))
@@ -171,12 +173,11 @@ def draw(records: Sequence[dict[str, Any]], output: Path) -> None:
     """Write a transparent PNG: how many times as fast each list is on so many cards, beside the ideal."""
     from matplotlib.figure import Figure
 
-    text = "#767c84"  # legible on white and on GitHub's dark page
     figure = Figure(figsize=(7.2, 4.2), layout="constrained")
     axes = figure.subplots()
     cards = sorted({each["replicas"] for each in records})
     shapes = sorted({each["config"] for each in records})
-    axes.plot(cards, cards, ":", color=text, linewidth=1.0, label="ideal")
+    axes.plot(cards, cards, ":", color=TEXT, linewidth=1.0, label="ideal")
     for config in shapes:
         for number, name in enumerate(QUESTIONS):
             found = {
@@ -189,15 +190,9 @@ def draw(records: Sequence[dict[str, Any]], output: Path) -> None:
                 speed_ups = [found[1] / found[count] for count in at]
                 style = "-o" if config == shapes[0] else "--s"
                 axes.plot(at, speed_ups, style, color=f"C{number}", linewidth=1.4, label=f"{config}, {name}")
-    axes.set_xscale("log", base=2)
+    label_counts(axes, cards, "cards", "times as fast as one", legend="upper left")
     axes.set_yscale("log", base=2)
-    axes.set_xticks(cards, list(map(str, cards)))
     axes.set_yticks(cards, list(map(str, cards)))
-    axes.set_xlabel("cards", color=text)
-    axes.set_ylabel("times as fast as one", color=text)
-    axes.tick_params(colors=text)
-    axes.spines[:].set_color(text)
-    axes.legend(loc="upper left", frameon=False, labelcolor=text, fontsize=8)
     figure.savefig(output, format="png", dpi=110, transparent=True)
 
 

@@ -31,13 +31,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 from tokenizers import Tokenizer as WordTokenizer
 from tokenizers import decoders, models
 
 from radixrt.arrays import Int32Array
 from radixrt.bench.catalogue import SHAPES, write_shape
-from radixrt.bench.report import wide_console
+from radixrt.bench.report import figure_table, wide_console
 from radixrt.builtin import MODEL_PATH
 from radixrt.frontend.openai import COMPLETIONS
 from radixrt.runtime import Runtime
@@ -321,17 +320,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("--load is above 0, and 1 at most")
     if given.requests is not None and given.requests < FEWEST:
         parser.error(f"--requests is {FEWEST} at least")
-    table = Table(
-        title="A server beside generate",
-        caption="came: tokens that came over those that were asked for, from the arrival of a third of the "
-        f"requests to that of the last; met: these are {GOAL} at least; first: time to the first event, "
-        "between: to the next; device, host: what a pass takes of them; loop, rest: CPU time of the event loop "
-        "and of all other threads, a token",
+    caption = (
+        "came: tokens that came over those that were asked for, from the arrival of a third of the requests to "
+        f"that of the last; met: these are {GOAL} at least; first: time to the first event, between: to the next; "
+        "device, host: what a pass takes of them; loop, rest: CPU time of the event loop and of all other "
+        "threads, a token"
     )
     served_as = "load", "requests/s", "tokens/s", "came", "met", "first, ms", "99 %", "between, ms", "99 %"
     costs = "device, ms", "host, ms", "tokens an event", "loop, µs", "rest, µs"
-    for column in ("workload", *served_as, *costs):
-        table.add_column(column, justify="right")
+    table = figure_table("A server beside generate", "workload", *served_as, *costs, caption=caption)
     with runtime_of(given) as runtime:
         for name in given.workload or ("system_prompt",):
             prompts = prompts_of(name, given.requests, small=given.small)

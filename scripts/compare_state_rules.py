@@ -23,8 +23,7 @@ from radixrt.schedule.policy import SchedulePolicy
 from radixrt.workloads import lists
 from radixrt.workloads.lists import WorkloadPrompt
 from scripts.bench_batch_plan import plan_of, random_tree
-from scripts.state_bound import most_found
-from scripts.state_rules import Blocks, Branches, EveryBlock, RequestEnds, Rule, simulate
+from scripts.state_rules import Blocks, Branches, EveryBlock, RequestEnds, Rule, most_found, simulate
 
 LISTS: dict[str, Callable[[], list[WorkloadPrompt]]] = {
     "fewshot": lists.fewshot,

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -20,25 +21,37 @@ PROMPTS, ANSWERS = HERE / "out" / "document_prompts.jsonl", HERE / "out" / "docu
 ASK = "Answer this question about the text above in one short sentence."
 
 
+def read(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def documents_of(questions: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """The texts that they are about, by name."""
+    names = dict.fromkeys(asked["document"] for asked in questions)
+    return {name: (QUESTIONS.parent / name).read_text(encoding="utf-8") for name in names}
+
+
+def prompt(document: str, question: str) -> str:
+    return f"{document}\n\n{ASK}\n{question}"
+
+
 def main(argv: list[str] | None = None) -> int:
     """The exit status of `radixrt batch`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="smollm2", metavar="FOLDER_OR_ID", help="another chat model (smollm2)")
     model = parser.parse_args(argv).model
-    questions = [json.loads(line) for line in QUESTIONS.read_text(encoding="utf-8").splitlines()]
-    folder = QUESTIONS.parent
-    documents = {name: (folder / name).read_text(encoding="utf-8") for name in {q["document"] for q in questions}}
+    questions = read(QUESTIONS)
+    documents = documents_of(questions)
     PROMPTS.parent.mkdir(exist_ok=True)
     with PROMPTS.open("w", encoding="utf-8") as file:
         for asked in questions:
-            text = f"{documents[asked['document']]}\n\n{ASK}\n{asked['question']}"
+            text = prompt(documents[asked["document"]], asked["question"])
             line = {"messages": [{"role": "user", "content": text}], "metadata": {"document": asked["document"]}}
             file.write(json.dumps(line) + "\n")
     files = ["--input", str(PROMPTS), "--output", str(ANSWERS), "--overwrite"]
     status = radixrt(["batch", *files, "--model", model, "--temperature", "0", "--max-new-tokens", "40"])
     if status == 0:
-        records = [json.loads(line) for line in ANSWERS.read_text(encoding="utf-8").splitlines()]
-        both = list(zip(questions, records, strict=True))
+        both = list(zip(questions, read(ANSWERS), strict=True))
         for document, asked_of_it in groupby(both, lambda each: each[0]["document"]):
             print(f"\n{document}")
             for asked, record in list(asked_of_it)[:3]:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from radixrt.batch.dispatch import Dispatch
+from radixrt.bench.pictures import label_counts
 from radixrt.limits import RunLimits
 from radixrt.planning.demands import Demands
 from radixrt.planning.shards import Pieces, cut_in_pieces, shards
@@ -106,7 +107,6 @@ def draw(exact: dict[str, list[float]], off: dict[str, list[float]], output: Pat
     """
     from matplotlib.figure import Figure
 
-    text = "#767c84"  # legible on white and on GitHub's dark page
     figure = Figure(figsize=(7.2, 4.4), layout="constrained")
     axes = figure.subplots()
     for number, name in enumerate(exact):
@@ -114,14 +114,8 @@ def draw(exact: dict[str, list[float]], off: dict[str, list[float]], output: Pat
             shares = [100 * value / count for value, count in zip(values, NUMBERS, strict=True)]
             label = name if style == "-" else None
             axes.plot(NUMBERS, shares, style, color=f"C{number}", linewidth=1.4, label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(NUMBERS, list(map(str, NUMBERS)))
+    label_counts(axes, NUMBERS, "replicas", "% of the ideal speed-up, simulated", legend="lower left")
     axes.set_ylim(60, 102)
-    axes.set_xlabel("replicas", color=text)
-    axes.set_ylabel("% of the ideal speed-up, simulated", color=text)
-    axes.tick_params(colors=text)
-    axes.spines[:].set_color(text)
-    axes.legend(loc="lower left", frameon=False, labelcolor=text, fontsize=8)
     figure.savefig(output, format="png", dpi=110, transparent=True)
 
 

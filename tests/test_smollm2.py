@@ -14,7 +14,7 @@ import torch
 from radixrt import Runtime, SamplingParams
 from radixrt.models.gguf_file import CACHE_VARIABLE
 from radixrt.models.loader import model_folder
-from scripts.demo_llm import ASK, QUESTIONS
+from scripts.demo_llm import QUESTIONS, documents_of, prompt, read
 from tests.support.dense import dense
 
 pytestmark = pytest.mark.skipif(
@@ -41,12 +41,11 @@ def theirs(folder: Path) -> Any:
 
 def prompts() -> list[str]:
     """Eight questions to each of three documents."""
-    asked: dict[str, list[str]] = {}
-    for line in QUESTIONS.read_text(encoding="utf-8").splitlines():
-        question = json.loads(line)
+    questions, asked = read(QUESTIONS), dict[str, list[str]]()
+    for question in questions:
         asked.setdefault(question["document"], []).append(question["question"])
-    texts = {name: (QUESTIONS.parent / name).read_text(encoding="utf-8")[:DOCUMENT_CHARS] for name in asked}
-    return [f"{texts[name]}\n\n{ASK}\n{question}" for name in asked for question in asked[name][:8]]
+    texts = documents_of(questions)
+    return [prompt(texts[name][:DOCUMENT_CHARS], question) for name in asked for question in asked[name][:8]]
 
 
 def test_greedy_answers_are_those_of_transformers(theirs: Any) -> None:

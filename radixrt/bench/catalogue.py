@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ class Scale:
 
     Attributes:
         description: a line for people.
-        shape: of the model, one of `shapes.SHAPES`.
+        shape: of the model, one of SHAPES.
         sizes: by workload, the sizes that differ from the definition in `radixrt.workloads`.
         chunked_prefill_size, max_total_tokens: None leaves the choice to the Runtime.
     """
@@ -38,6 +37,16 @@ class Scale:
     max_total_tokens: int | None = None
 
 
+def _sizes(words: str) -> dict[str, Size]:
+    """Of words such as "documents 3, document len 256-2048"."""
+    sizes: dict[str, Size] = {}
+    for part in words.split(", "):
+        name, _, value = part.rpartition(" ")
+        least, _, most = value.partition("-")
+        sizes[name.replace(" ", "_")] = (int(least), int(most)) if most else int(least)
+    return sizes
+
+
 # Of the prefix-reuse benchmark; the throughput benchmark has LISTS.
 WORKLOADS = ("unshared", "fewshot", "docqa", "system_prompt", "samples", "chat", "choices", "tree_search")
 
@@ -47,72 +56,26 @@ SCALES = {
         description="smaller sizes, a tiny model: minutes on two idle CPU cores",
         shape="tiny",
         sizes={
-            "unshared": {"requests": 48, "prompt_len": (20, 200), "new_tokens": (20, 64)},
-            "fewshot": {
-                "subjects": 8,
-                "questions": 12,
-                "head_len": 16,
-                "examples_len": (200, 500),
-                "question_len": (10, 30),
-                "new_tokens": 8,
-            },
-            "docqa": {
-                "documents": 3,
-                "document_len": 1024,
-                "questions": 12,
-                "question_len": (10, 30),
-                "new_tokens": 16,
-            },
-            "system_prompt": {"requests": 48, "system_len": 512, "user_len": (8, 64), "new_tokens": (16, 64)},
-            "samples": {"prompts": 4, "prompt_len": 256, "samples": 12, "new_tokens": 48},
-            "judging": {
-                "questions": 6,
-                "rubric_len": 256,
-                "question_len": (10, 40),
-                "answers": 3,
-                "answer_len": (10, 30),
-                "votes": 2,
-                "new_tokens": (8, 16),
-            },
-            "documents": {
-                "documents": 3,
-                "document_len": (256, 2048),
-                "questions": 8,
-                "question_len": (5, 30),
-                "new_tokens": (4, 96),
-                "mean_tail": 12,
-            },
-            "rollouts": {
-                "prompts": 4,
-                "prompt_len": (150, 250),
-                "samples": 8,
-                "max_new_tokens": 128,
-                "mean_log": 3,
-            },
-            "classification": {"requests": 120, "instruction_len": 256, "text_len": (10, 40), "new_tokens": 3},
-            "alone": {"requests": 4, "prompt_len": 100, "new_tokens": 64},
-            "chat": {
-                "conversations": 12,
-                "turns": 4,
-                "system_len": 256,
-                "user_len": (16, 64),
-                "new_tokens": (16, 64),
-            },
-            "choices": {
-                "questions": 32,
-                "choices": 4,
-                "examples_len": 256,
-                "question_len": (16, 64),
-                "choice_len": (2, 8),
-            },
-            "tree_search": {
-                "roots": 4,
-                "root_len": 256,
-                "rounds": 4,
-                "branches": 4,
-                "kept": 2,
-                "new_tokens": 16,
-            },
+            "unshared": _sizes("requests 48, prompt len 20-200, new tokens 20-64"),
+            "fewshot": _sizes(
+                "subjects 8, questions 12, head len 16, examples len 200-500, question len 10-30, new tokens 8"
+            ),
+            "docqa": _sizes("documents 3, document len 1024, questions 12, question len 10-30, new tokens 16"),
+            "system_prompt": _sizes("requests 48, system len 512, user len 8-64, new tokens 16-64"),
+            "samples": _sizes("prompts 4, prompt len 256, samples 12, new tokens 48"),
+            "judging": _sizes(
+                "questions 6, rubric len 256, question len 10-40, answers 3, "
+                "answer len 10-30, votes 2, new tokens 8-16"
+            ),
+            "documents": _sizes(
+                "documents 3, document len 256-2048, questions 8, question len 5-30, new tokens 4-96, mean tail 12"
+            ),
+            "rollouts": _sizes("prompts 4, prompt len 150-250, samples 8, max new tokens 128, mean log 3"),
+            "classification": _sizes("requests 120, instruction len 256, text len 10-40, new tokens 3"),
+            "alone": _sizes("requests 4, prompt len 100, new tokens 64"),
+            "chat": _sizes("conversations 12, turns 4, system len 256, user len 16-64, new tokens 16-64"),
+            "choices": _sizes("questions 32, choices 4, examples len 256, question len 16-64, choice len 2-8"),
+            "tree_search": _sizes("roots 4, root len 256, rounds 4, branches 4, kept 2, new tokens 16"),
         },
         chunked_prefill_size=128,
         max_total_tokens=65_536,
@@ -384,14 +347,17 @@ LISTS = (
 )
 CONFIGS = {"cpu": ("tiny",), "full": ("qwen3-0.6b", "llama-3.1-8b")}
 """By scale: the default shapes."""
-ABLATIONS: dict[str, dict[str, Any]] = {
-    "no-prefix-cache": {"enable_prefix_cache": False},
-    "no-overlap": {"overlap": False},
-    "no-graphs": {"cuda_graphs": False},
-    "flat": {"attention": "flat"},
-    "deterministic": {"deterministic": True},
+ABLATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "no-prefix-cache": ("again without the prefix cache", {"enable_prefix_cache": False}),
+    "no-overlap": ("again with passes that wait for one another's results", {"overlap": False}),
+    "no-graphs": ("again without captured graphs", {"cuda_graphs": False}),
+    "flat": ("again with attention that reads shared KV once for each request", {"attention": "flat"}),
+    "deterministic": (
+        "again with the same bits whatever runs beside (docs/same-bits.md)",
+        {"deterministic": True},
+    ),
 }
-"""By name: options of the Runtime."""
+"""By name: what it is, and options of the Runtime."""
 BASELINES = ("transformers", "vllm", "sglang")
 
 
@@ -413,27 +379,6 @@ GROUPS = {
     "kv_copy": "KV to and from pinned host memory (bound by the link) and within the pool",
 }
 """By name: a description, in running order."""
-
-
-def matching_cases(only: Sequence[str], cases: Sequence[tuple[str, str]]) -> list[int]:
-    """Indices of the cases (group, name) that match a pattern, in order; without patterns, of all.
-
-    A pattern is GROUP or GROUP/NAME with * and ?. Raises ParameterError if one matches no case.
-    """
-    if not only:
-        return list(range(len(cases)))
-    found: set[int] = set()
-    for pattern in only:
-        group, _, name = pattern.partition("/")
-        if group not in GROUPS:
-            raise ParameterError(f"only is {pattern!r}; its group must be one of: {', '.join(GROUPS)}")
-        members = [i for i, case in enumerate(cases) if case[0] == group]
-        matching = [i for i in members if fnmatchcase(cases[i][1], name or "*")]
-        if not matching:
-            names = ", ".join(repr(cases[i][1]) for i in members)
-            raise ParameterError(f"only is {pattern!r}, which is none of {group}'s: {names}")
-        found.update(matching)
-    return sorted(found)
 
 
 # -- options --------------------------------------------------------------------------------------------

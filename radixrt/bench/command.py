@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,6 @@ from radixrt.bench.catalogue import (
     size_table,
 )
 from radixrt.errors import ParameterError
-
-_DESCRIPTION = """\
-Run workloads that share prefixes with the cache and with misses forced on the same code path. Prints time,
-speed-up, tokens a second, hit rate beside the best possible one (from the token lists alone), and the share of the
-device's bandwidth and arithmetic that the time reaches.
-"""
 
 _OF_THE_COMMAND = ("run", "prints", "json", "plot", "verbose")  # not of the benchmarks
 
@@ -46,7 +41,22 @@ def add_bench_command(commands: Any) -> None:
     _add_streams(benchmarks)
 
 
-def _add_benchmark(benchmarks: Any, name: str, **texts: Any) -> argparse.ArgumentParser:
+# -- what several benchmarks have -----------------------------------------------------------------------
+
+_STATUS = """
+exit status: 0 done; 1 a pass failed; 2 the options, the model or a file cannot be used; 130 stopped by Ctrl-C,
+143 by SIGTERM.
+"""
+_JSON: dict[str, Any] = {"type": Path, "default": None, "metavar": "FILE"}
+_PLOT: dict[str, Any] = {"type": Path, "default": None, "metavar": "FILE.png"}
+_PICTURE = "draw a picture (needs matplotlib)"
+_MODEL = "Hugging Face folder or hub id, or: built-in"
+_DEVICE = "such as cpu, cuda or cuda:1"
+
+
+def _add_benchmark(
+    benchmarks: Any, name: str, run: Callable[[argparse.Namespace], int], **texts: Any
+) -> argparse.ArgumentParser:
     """Add a benchmark whose options, if not given, keep the defaults of its `Options`."""
     parser: argparse.ArgumentParser = benchmarks.add_parser(
         name,
@@ -54,8 +64,19 @@ def _add_benchmark(benchmarks: Any, name: str, **texts: Any) -> argparse.Argumen
         argument_default=argparse.SUPPRESS,
         **texts,
     )
-    parser.add_argument("--verbose", action="store_true", help="tell on stderr what starting up takes")
+    parser.set_defaults(run=run)
+    if run not in (_kernels, _streams):  # they load no model
+        parser.add_argument("--verbose", action="store_true", help="tell on stderr what starting up takes")
     return parser
+
+
+def _add_model(parser: argparse.ArgumentParser, usual: str) -> None:
+    """`usual`: shapes where none is given."""
+    option = parser.add_argument_group("model").add_argument
+    option("--model", metavar="FOLDER_OR_ID", help=_MODEL)
+    option("--config", choices=tuple(SHAPES), help=f"random weights of a known shape ({usual})")
+    option("--dtype", metavar="DTYPE", help="of weights and KV, such as bfloat16")
+    option("--device", metavar="DEVICE", help=_DEVICE)
 
 
 def _add_bound(parser: argparse.ArgumentParser) -> None:
@@ -67,22 +88,49 @@ def _add_bound(parser: argparse.ArgumentParser) -> None:
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:
     """The options given for `Options`, without repeated names."""
     given = {name: value for name, value in vars(arguments).items() if name not in _OF_THE_COMMAND}
-    for name in ("configs", "workloads"):
-        if name in given:
-            given[name] = tuple(dict.fromkeys(given[name]))
-    return given
+    return {
+        name: tuple(dict.fromkeys(value)) if isinstance(value, list) else value for name, value in given.items()
+    }
+
+
+def _lines(rows: Iterable[tuple[str, str]]) -> str:
+    """Names and words, a name a line."""
+    rows = list(rows)
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {words}" for name, words in rows)
+
+
+# -- prefix-reuse ---------------------------------------------------------------------------------------
+
+_PREFIX_REUSE = """\
+Run workloads that share prefixes with the cache and with misses forced on the same code path. Prints time,
+speed-up, tokens a second, hit rate beside the best possible one (from the token lists alone), and the share of the
+device's bandwidth and arithmetic that the time reaches.
+"""
+_PREFIX_REUSE_EXAMPLES = """\
+examples:
+  radixrt bench prefix-reuse
+  radixrt bench prefix-reuse --workload docqa --workload samples --model built-in --json out.json
+  radixrt bench prefix-reuse --scale full --config llama-3.1-8b --dtype bfloat16 --plot out.png
+  radixrt bench prefix-reuse --workload chat --max-total-tokens 4000 --host-memory-gb 1
+
+sizes at --scale cpu, in tokens (for --scale full see docs/workloads.md):
+{sizes}
+
+All requests of a round are submitted at once, and answers have fixed lengths. unshared to samples are lists known
+beforehand; the prompts of chat and tree_search depend on earlier answers; choices scores continuations.
+"""
 
 
 def _add_prefix_reuse(benchmarks: Any) -> None:
     parser = _add_benchmark(
         benchmarks,
         "prefix-reuse",
+        _prefix_reuse,
         help="workloads that share prefixes, with the cache and with misses forced",
-        description=_DESCRIPTION,
-        epilog=_epilog(),
+        description=_PREFIX_REUSE,
+        epilog=_PREFIX_REUSE_EXAMPLES.format(sizes=_lines(size_table("cpu", WORKLOADS))) + _STATUS,
     )
-    parser.set_defaults(run=_prefix_reuse)
-
     option = parser.add_argument_group("workloads").add_argument
     option("--scale", choices=tuple(SCALES), help="; ".join(f"{n}: {s.description}" for n, s in SCALES.items()))
     option(
@@ -96,12 +144,7 @@ def _add_prefix_reuse(benchmarks: Any) -> None:
     option("--repeat", type=int, metavar="N", help="repetitions with fresh prompts; times are medians (3)")
     option("--seed", type=int, metavar="N", help="of the prompts, the draws and the random weights (0)")
 
-    option = parser.add_argument_group("model").add_argument
-    option("--model", metavar="FOLDER_OR_ID", help="Hugging Face folder or hub id, or: built-in")
-    shapes = ", ".join(f"{name}: {scale.shape}" for name, scale in SCALES.items())
-    option("--config", choices=tuple(SHAPES), help=f"random weights of a known shape ({shapes})")
-    option("--dtype", metavar="DTYPE", help="of weights and KV, such as bfloat16")
-    option("--device", metavar="DEVICE", help="such as cpu, cuda or cuda:1")
+    _add_model(parser, ", ".join(f"{name}: {scale.shape}" for name, scale in SCALES.items()))
 
     option = parser.add_argument_group("memory and schedule").add_argument
     option("--chunked-prefill-size", type=int, metavar="N", help="maximum prompt tokens in a pass (cpu: 128)")
@@ -117,109 +160,90 @@ def _add_prefix_reuse(benchmarks: Any) -> None:
     _add_bound(parser)
 
     option = parser.add_argument_group("files").add_argument
-    option("--json", type=Path, default=None, metavar="FILE", help="write every run's figures")
-    option("--plot", type=Path, default=None, metavar="FILE.png", help="draw a picture (needs matplotlib)")
+    option("--json", help="write every run's figures", **_JSON)
+    option("--plot", help=_PICTURE, **_PLOT)
 
 
-_KEPT_PREFIXES_DESCRIPTION = """\
+def _prefix_reuse(arguments: argparse.Namespace) -> int:
+    from radixrt.bench.prefix_reuse import Options, run_benchmark
+
+    return run_benchmark(Options(**_given(arguments)), json_file=arguments.json, plot_file=arguments.plot)
+
+
+# -- kept-prefixes --------------------------------------------------------------------------------------
+
+_KEPT_PREFIXES = """\
 Ask about the same documents in several rounds. First with a KV pool that holds a quarter of them, without and with
 a host tier; then with a pool that holds them all, whose cache is saved; then in a second run that loads it.
 """
+_KEPT_PREFIXES_EXAMPLES = f"""\
+examples:
+  radixrt bench kept-prefixes
+  radixrt bench kept-prefixes --config llama-3.1-8b --documents 24 --document-len 8192 --json out.json
+
+The saved cache needs as much disk as the documents' KV. Weights are random unless --model is given.
+{_STATUS}"""
 
 
 def _add_kept_prefixes(benchmarks: Any) -> None:
     parser = _add_benchmark(
         benchmarks,
         "kept-prefixes",
+        _kept_prefixes,
         help="documents beyond the KV pool, and documents of an earlier run",
-        description=_KEPT_PREFIXES_DESCRIPTION,
-        epilog="""\
-examples:
-  radixrt bench kept-prefixes
-  radixrt bench kept-prefixes --config llama-3.1-8b --documents 24 --document-len 8192 --json out.json
-
-The saved cache needs as much disk as the documents' KV. Weights are random unless --model is given.
-
-exit status: 0 done; 1 a pass failed; 2 the options, the model or a file cannot be used; 130 stopped by Ctrl-C,
-143 by SIGTERM.
-""",
+        description=_KEPT_PREFIXES,
+        epilog=_KEPT_PREFIXES_EXAMPLES,
     )
-    parser.set_defaults(run=_kept_prefixes)
-
     option = parser.add_argument_group("workloads").add_argument
     option("--documents", type=int, metavar="N", help="number of documents (12)")
     option("--document-len", type=int, metavar="N", help="tokens of each (1024)")
     option("--rounds", type=int, metavar="N", help="rounds of one question about every document (4)")
     option("--seed", type=int, metavar="N", help="of the documents, the questions and the random weights (0)")
 
-    option = parser.add_argument_group("model").add_argument
-    option("--model", metavar="FOLDER_OR_ID", help="Hugging Face folder or hub id, or: built-in")
-    option("--config", choices=tuple(SHAPES), help="random weights of a known shape (tiny)")
-    option("--dtype", metavar="DTYPE", help="of weights and KV, such as bfloat16")
-    option("--device", metavar="DEVICE", help="such as cpu, cuda or cuda:1")
+    _add_model(parser, "tiny")
 
     option = parser.add_argument_group("files").add_argument
     option("--folder", type=Path, metavar="FOLDER", help="for the saved cache (that of temporary files)")
-    option("--json", type=Path, default=None, metavar="FILE", help="write every round's figures")
+    option("--json", help="write every round's figures", **_JSON)
 
 
 def _kept_prefixes(arguments: argparse.Namespace) -> int:
-    given = _given(arguments)
     from radixrt.bench.kept_prefixes import Options, run_benchmark
 
-    return run_benchmark(Options(**given), json_file=arguments.json)
+    return run_benchmark(Options(**_given(arguments)), json_file=arguments.json)
 
 
-def _add_streams(benchmarks: Any) -> None:
-    parser = benchmarks.add_parser(
-        "streams",
-        help="how evenly concurrent streams get their tokens, without a model",
-        description="Run 1 to 256 streams at once, as tasks of an event loop and in threads, around passes that "
-        "only take 20 ms. Prints passes, chunks, and the longest time in which the event loop did nothing else.",
-    )
-    parser.set_defaults(run=_streams)
+# -- throughput -----------------------------------------------------------------------------------------
 
-
-def _streams(arguments: argparse.Namespace) -> int:
-    from radixrt.bench.streams import run_benchmark
-
-    return run_benchmark()
-
-
-_THROUGHPUT_DESCRIPTION = """\
+_THROUGHPUT = """\
 Time one Runtime.generate call over each of ten lists of prompts, from an empty cache. Printed with each time: the
 roofline lower bound of the device and, on an NVIDIA H200, the goal. On request also, in the same run: the engine
 with parts switched off; vLLM, SGLang or transformers' continuous batching on the same lists; the device's idle
 time; the CPU's work in a decode step; a fresh process to its first token; and profiles.
 """
-
-_THROUGHPUT_EPILOG = """\
+_THROUGHPUT_EXAMPLES = f"""\
 examples:
   radixrt bench throughput --scale cpu
   radixrt bench throughput --config qwen3-0.6b --workload docqa --no-overlap --idle
   radixrt bench throughput --flat --no-prefix-cache --no-overlap --no-graphs --baseline transformers --idle \\
       --step --start-up --json out.json --plot out.png --trace traces
 
-Answers have fixed lengths and are drawn at temperature 0.6. vLLM and SGLang run in a process of their own, with
-random weights for the same shape, prefix caching, captured graphs and 512 requests at once; their settings are
-printed. A baseline that fails is shown as -, with the reason below the table. Traces are for chrome://tracing or
-ui.perfetto.dev.
-
-exit status: 0 done; 1 a pass failed; 2 the options, the model or a file cannot be used; 130 stopped by Ctrl-C,
-143 by SIGTERM.
-"""
+Answers have fixed lengths and are drawn at temperature 0.6. A baseline runs in a process of its own, with random
+weights for the same shape; vLLM and SGLang with prefix caching, captured graphs and 512 requests at once. Its
+settings are printed. One that fails is shown as -, with the reason below the table. Traces are for chrome://tracing
+or ui.perfetto.dev.
+{_STATUS}"""
 
 
 def _add_throughput(benchmarks: Any) -> None:
     parser = _add_benchmark(
         benchmarks,
         "throughput",
+        _throughput,
         help="ten lists of prompts, compared with the bound, goals, ablations and other engines",
-        description=_THROUGHPUT_DESCRIPTION,
-        epilog=_THROUGHPUT_EPILOG,
+        description=_THROUGHPUT,
+        epilog=_THROUGHPUT_EXAMPLES,
     )
-    parser.set_defaults(run=_throughput)
-
     option = parser.add_argument_group("workloads").add_argument
     option(
         "--config",
@@ -228,9 +252,7 @@ def _add_throughput(benchmarks: Any) -> None:
         choices=tuple(SHAPES),
         help=f"random weights of this shape; may be repeated ({', '.join(CONFIGS['full'])})",
     )
-    option(
-        "--model", metavar="FOLDER_OR_ID", help="Hugging Face folder or hub id, or: built-in; instead of shapes"
-    )
+    option("--model", metavar="FOLDER_OR_ID", help=f"{_MODEL}; instead of shapes")
     option(
         "--workload",
         dest="workloads",
@@ -246,22 +268,15 @@ def _add_throughput(benchmarks: Any) -> None:
     )
     option("--repeat", type=int, metavar="N", help="repetitions with fresh prompts; times are medians (2)")
     option("--seed", type=int, metavar="N", help="of the prompts, the draws and the random weights (0)")
-    option("--device", metavar="DEVICE", help="such as cpu, cuda or cuda:1")
+    option("--device", metavar="DEVICE", help=_DEVICE)
     option("--quantization", choices=("fp8",), help="of weights, as they are loaded; not of a baseline's (none)")
     option("--kv-dtype", choices=("auto", "fp8"), help="of KV; not of a baseline's (that of the weights)")
     option("--tp", type=int, metavar="N", help="cards that hold the model together; not a baseline's (1)")
     option("--pp", type=int, metavar="N", help="stages of its layers, each on so many cards (1)")
 
     option = parser.add_argument_group("further measurements in the same run").add_argument
-    option("--no-prefix-cache", action="store_true", help="again without the prefix cache")
-    option("--no-overlap", action="store_true", help="again with passes that wait for one another's results")
-    option("--no-graphs", action="store_true", help="again without captured graphs")
-    option("--flat", action="store_true", help="again with attention that reads shared KV once for each request")
-    option(
-        "--deterministic",
-        action="store_true",
-        help="again with the same bits whatever runs beside (docs/same-bits.md)",
-    )
+    for name, (words, _) in ABLATIONS.items():
+        option(f"--{name}", dest="ablations", action="append_const", const=name, help=words)
     option("--baseline", choices=BASELINES, help="again with this engine, which must be installed; each list once")
     option(
         "--baseline-limit", type=float, metavar="SECONDS", help="time limit of the baseline for each list (120)"
@@ -273,79 +288,32 @@ def _add_throughput(benchmarks: Any) -> None:
     _add_bound(parser)
 
     option = parser.add_argument_group("files").add_argument
-    option("--json", type=Path, default=None, metavar="FILE", help="write every run's figures")
-    option("--plot", type=Path, default=None, metavar="FILE.png", help="draw a picture (needs matplotlib)")
+    option("--json", help="write every run's figures", **_JSON)
+    option("--plot", help=_PICTURE, **_PLOT)
     option("--trace", type=Path, metavar="FOLDER", help="write profiles of a prefill pass and of decode steps")
 
 
 def _throughput(arguments: argparse.Namespace) -> int:
-    given = _given(arguments)
     from radixrt.bench.throughput.benchmark import run_benchmark
     from radixrt.bench.throughput.options import Options
 
-    given["ablations"] = tuple(name for name in ABLATIONS if given.pop(name.replace("-", "_"), False))
+    given = _given(arguments)
+    given["ablations"] = tuple(name for name in ABLATIONS if name in given.get("ablations", ()))
     return run_benchmark(Options(**given), json_file=arguments.json, plot_file=arguments.plot)
 
 
-_KERNELS_DESCRIPTION = """\
+# -- kernels --------------------------------------------------------------------------------------------
+
+_KERNELS = """\
 Time every Triton kernel on an NVIDIA GPU at typical shapes, twice: called one by one with the L2 cache flushed,
 and in a captured graph. Every result is first compared with a reference. Printed with each time: the share of this
 card's bandwidth and arithmetic, both measured in the same run; the goal, and whether it is met; others' times on
 the same inputs: torch's SDPA, FlexAttention, torch.compile and, where installed, FlashInfer. Tree attention,
 with the engine's plans, is compared with flat attention; its plan's reads and cost are printed.
 """
-
-
-def _add_kernels(benchmarks: Any) -> None:
-    parser = benchmarks.add_parser(
-        "kernels",
-        help="every kernel, its roofline and other libraries' kernels (needs an NVIDIA GPU)",
-        description=_KERNELS_DESCRIPTION,
-        epilog=_kernels_epilog(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=_kernels)
-
-    option = parser.add_argument_group("workloads").add_argument
-    option(
-        "--only",
-        action="append",
-        default=[],
-        metavar="GROUP[/PATTERN]",
-        help="only these cases; * matches any text, ? any letter; may be repeated (all)",
-    )
-    option(
-        "--sweep",
-        action="store_true",
-        help="also other batches, lengths, head dimensions and sizes, without torch.compile (longer)",
-    )
-    option("--quick", action="store_true", help="shorter, and without torch.compile")
-
-    option = parser.add_argument_group("files").add_argument
-    option("--json", type=Path, default=None, metavar="FILE", help="write every figure")
-    option(
-        "--plot",
-        type=Path,
-        default=None,
-        metavar="FILE.png",
-        help="draw a picture (needs matplotlib); for a sweep of tree alone, time against batch size",
-    )
-    option(
-        "--from",
-        dest="records",
-        type=Path,
-        default=None,
-        metavar="FILE",
-        help="measure nothing: --plot draws a file that --json wrote, on this machine or another",
-    )
-
-
-def _kernels_epilog() -> str:
-    width = max(map(len, GROUPS))
-    groups = "\n".join(f"  {name:<{width}}  {words}" for name, words in GROUPS.items())
-    return f"""\
+_KERNELS_EXAMPLES = f"""\
 groups:
-{groups}
+{_lines(GROUPS.items())}
 
 examples:
   radixrt bench kernels --json out.json --plot out.png
@@ -363,43 +331,76 @@ be used; 130 stopped by Ctrl-C, 143 by SIGTERM.
 """
 
 
+def _add_kernels(benchmarks: Any) -> None:
+    parser = _add_benchmark(
+        benchmarks,
+        "kernels",
+        _kernels,
+        help="every kernel, its roofline and other libraries' kernels (needs an NVIDIA GPU)",
+        description=_KERNELS,
+        epilog=_KERNELS_EXAMPLES,
+    )
+
+    option = parser.add_argument_group("workloads").add_argument
+    option(
+        "--only",
+        action="append",
+        metavar="GROUP[/PATTERN]",
+        help="only these cases; * matches any text, ? any letter; may be repeated (all)",
+    )
+    option(
+        "--sweep",
+        action="store_true",
+        help="also other batches, lengths, head dimensions and sizes, without torch.compile (longer)",
+    )
+    option("--quick", action="store_true", help="shorter, and without torch.compile")
+
+    option = parser.add_argument_group("files").add_argument
+    option("--json", help="write every figure", **_JSON)
+    option("--plot", help=f"{_PICTURE}; for a sweep of tree alone, time against batch size", **_PLOT)
+    option(
+        "--from",
+        dest="records",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing: --plot draws a file that --json wrote, on this machine or another",
+    )
+
+
 def _kernels(arguments: argparse.Namespace) -> int:
-    if arguments.records is not None:
-        if arguments.plot is None or arguments.json is not None or arguments.sweep or arguments.quick:
+    given = _given(arguments)
+    records = given.pop("records", None)
+    if records is not None:
+        if arguments.plot is None or arguments.json is not None or given.keys() - {"only"}:
             raise ParameterError("--from measures nothing: give it --plot FILE.png and, if you like, --only")
         from radixrt.bench.kernels.run import draw_records
 
-        draw_records(arguments.records, arguments.plot, tuple(arguments.only))
+        draw_records(records, arguments.plot, **given)
         return 0
     from radixrt.bench.kernels.run import Options, run_benchmark
 
-    options = Options(only=tuple(arguments.only), sweep=arguments.sweep, quick=arguments.quick)
-    return run_benchmark(options, json_file=arguments.json, plot_file=arguments.plot)
+    return run_benchmark(Options(**given), json_file=arguments.json, plot_file=arguments.plot)
 
 
-def _epilog() -> str:
-    width = max(map(len, WORKLOADS))
-    sizes = "\n".join(f"  {name:<{width}}  {words}" for name, words in size_table("cpu", WORKLOADS))
-    return f"""\
-examples:
-  radixrt bench prefix-reuse
-  radixrt bench prefix-reuse --workload docqa --workload samples --model built-in --json out.json
-  radixrt bench prefix-reuse --scale full --config llama-3.1-8b --dtype bfloat16 --plot out.png
-  radixrt bench prefix-reuse --workload chat --max-total-tokens 4000 --host-memory-gb 1
+# -- streams --------------------------------------------------------------------------------------------
 
-sizes at --scale cpu, in tokens (for --scale full see docs/workloads.md):
-{sizes}
-
-All requests of a round are submitted at once, and answers have fixed lengths. unshared to samples are lists known
-beforehand; the prompts of chat and tree_search depend on earlier answers; choices scores continuations.
-
-exit status: 0 done; 1 a pass failed; 2 the options, the model or a file cannot be used; 130 stopped by Ctrl-C,
-143 by SIGTERM.
+_STREAMS = """\
+Run 1 to 256 streams at once, as tasks of an event loop and in threads, around passes that only take 20 ms. Prints
+passes, chunks, and the longest time in which the event loop did nothing else.
 """
 
 
-def _prefix_reuse(arguments: argparse.Namespace) -> int:
-    given = _given(arguments)
-    from radixrt.bench.prefix_reuse import Options, run_benchmark
+def _add_streams(benchmarks: Any) -> None:
+    _add_benchmark(
+        benchmarks,
+        "streams",
+        _streams,
+        help="how evenly concurrent streams get their tokens, without a model",
+        description=_STREAMS,
+    )
 
-    return run_benchmark(Options(**given), json_file=arguments.json, plot_file=arguments.plot)
+
+def _streams(arguments: argparse.Namespace) -> int:
+    from radixrt.bench.streams import run_benchmark
+
+    return run_benchmark()

@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
-from radixrt.bench.report import check_files, wide_console, write_json
-from radixrt.bench.subject import environment_of, model_of, value_bytes
+from radixrt.bench.report import check_files, figure_table, told, wide_console, write_json
+from radixrt.bench.subject import environment_of, model_of, model_shape
 from radixrt.checks import check_int
 from radixrt.errors import ParameterError
 from radixrt.runtime import Runtime
@@ -128,9 +127,7 @@ def measure(options: Options) -> KeptPrefixes:
         with runtime(fits // 4) as small:
             _warm_up(small, options)
             play(QUARTER, small)
-            config = small.config
-            token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-            token_bytes *= value_bytes(small, options.dtype)
+            token_bytes = model_shape(small).kv_bytes
         with runtime(fits // 4, host_memory_gb=1.2 * fits * token_bytes / 1e9) as tiered:
             _warm_up(tiered, options)
             play(TIER, tiered)
@@ -175,13 +172,9 @@ def _warm_up(runtime: Runtime, options: Options) -> None:
 
 def print_kept_prefixes(figures: KeptPrefixes, console: Console) -> None:
     """Print the figures as a table, one run a line."""
-    table = Table(
-        caption="seconds of a round; later: medians. hit rate: share of the prompts' tokens that were cached",
-        caption_justify="left",
-    )
-    table.add_column("documents", no_wrap=True)
-    for header in ("first\nround, s", "hit rate", "later\nrounds, s", "hit rate"):
-        table.add_column(header, justify="right", no_wrap=True)
+    columns = "first\nround, s", "hit rate", "later\nrounds, s", "hit rate"
+    caption = "seconds of a round; later: medians. hit rate: share of the prompts' tokens that were cached"
+    table = figure_table(None, "documents", *columns, caption=caption)
     for name, (first, *later) in figures.rounds.items():
         hits = sum(played.cached_tokens for played in later) / sum(played.prompt_tokens for played in later)
         table.add_row(
@@ -211,11 +204,10 @@ def run_benchmark(options: Options, *, json_file: Path | None = None) -> int:
         raise ParameterError(f"{options.folder} is no folder")
     console = wide_console(_WIDTH)
     environment = environment_of(options.device, options.model or f"{options.config or 'tiny'} (random weights)")
-    console.print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in environment.items()))
+    console.print(told(environment))
     figures = measure(options)
     print_kept_prefixes(figures, console)
     if json_file is not None:
-        settings = asdict(options) | {"folder": None if options.folder is None else str(options.folder)}
-        report = {"environment": environment, "options": settings, "figures": asdict(figures)}
+        report = {"environment": environment, "options": asdict(options), "figures": asdict(figures)}
         write_json(json_file, report)
     return 0

@@ -9,19 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
 from radixrt.bench.catalogue import SCALES, SHAPES, WORKLOADS, check_speed, one_of
-from radixrt.bench.comparison import Comparison
-from radixrt.bench.report import check_files, wide_console, write_json
-from radixrt.bench.run import Run, answer, program_of, run_once
-from radixrt.bench.subject import (
-    device_speed,
-    environment_of,
-    model_of,
-    model_shape,
-)
+from radixrt.bench.comparison import Comparison, plot_comparisons
+from radixrt.bench.report import check_files, figure_table, told, wide_console, write_json
+from radixrt.bench.run import Run, Runs, answer, program_of, run_once
+from radixrt.bench.subject import device_speed, environment_of, model_of, model_shape
 from radixrt.checks import check_float, check_int
 from radixrt.errors import ParameterError
 from radixrt.runtime import Runtime
@@ -93,7 +87,7 @@ def compare(options: Options, *, progress: bool = False) -> list[Comparison]:
     modes: dict[str, dict[str, Any]] = {"cached": {}, "misses forced": {"force_miss": True}}
     if options.host_memory_gb:
         modes["host tier"] = {"host_memory_gb": options.host_memory_gb}
-    runs: dict[str, dict[str, tuple[Run, ...]]] = {}
+    runs: dict[str, dict[str, Runs]] = {}
     steps = len(modes) * len(options.workloads) * options.repeat
     with (
         tqdm(total=steps, unit=" runs", disable=not progress, file=sys.stderr) as bar,
@@ -106,43 +100,31 @@ def compare(options: Options, *, progress: bool = False) -> list[Comparison]:
                 runs[mode] = {}
                 for name in options.workloads:
                     bar.set_postfix_str(f"{name}, {mode}")
-                    repetitions = []
+                    repetitions = runs[mode][name] = Runs()
                     for repetition in range(options.repeat):
                         repetitions.append(_run(runtime, name, options, repetition))
                         bar.update()
-                    runs[mode][name] = tuple(repetitions)
     cached, missed, tiered = (runs.get(mode, {}) for mode in ("cached", "misses forced", "host tier"))
-    return [Comparison(name, cached[name], missed[name], tiered.get(name, ())) for name in options.workloads]
+    return [Comparison(name, cached[name], missed[name], tiered.get(name, Runs())) for name in options.workloads]
 
 
 def print_comparisons(comparisons: Sequence[Comparison], console: Console) -> None:
     """Print the figures as a table, one workload a line."""
-    table = Table(caption=_CAPTION, caption_justify="left")
-    table.add_column("workload", no_wrap=True)
-    for header in (
-        "requests",
-        "prompt\ntokens",
-        "cached\ns",
-        "missed\ns",
-        "speed-\nup",
-        "tokens/s",
-        "hit\nrate",
-        "best\npossible",
-        "% of\nbound",
-    ):
-        table.add_column(header, justify="right", no_wrap=True)
+    columns = "requests", "prompt\ntokens", "cached\ns", "missed\ns", "speed-\nup", "tokens/s"
+    rates = "hit\nrate", "best\npossible", "% of\nbound"
+    table = figure_table(None, "workload", *columns, *rates, caption=_CAPTION)
     for comparison in comparisons:
-        first, percent = comparison.cached[0], comparison.percent_of_bound
+        cached, percent = comparison.cached, comparison.percent_of_bound
         table.add_row(
             comparison.workload,
-            f"{first.requests:,}",
-            f"{first.prompt_tokens:,}",
-            f"{comparison.seconds_cached:.2f}",
-            f"{comparison.seconds_missed:.2f}",
+            f"{cached[0].requests:,}",
+            f"{cached[0].prompt_tokens:,}",
+            f"{cached.seconds:.2f}",
+            f"{comparison.missed.seconds:.2f}",
             f"{comparison.speed_up:.2f}x",
-            f"{comparison.tokens_per_second:,.0f}",
-            f"{comparison.hit_rate:.2%}",
-            f"{comparison.best_hit_rate:.2%}",
+            f"{cached.tokens_per_second:,.0f}",
+            f"{cached.hit_rate:.2%}",
+            f"{cached.best_hit_rate:.2%}",
             "-" if percent is None else f"{percent:.0f}",
         )
     console.print(table)
@@ -153,21 +135,19 @@ def print_comparisons(comparisons: Sequence[Comparison], console: Console) -> No
 
 def _print_tiers(comparisons: Sequence[Comparison], console: Console) -> None:
     """Print the effect of a host tier."""
-    table = Table(caption="median seconds with the cache, without and with a host tier", caption_justify="left")
-    table.add_column("workload", no_wrap=True)
-    for header in ("without\ns", "with\ns", "speed-\nup", "hit rate\nwithout", "hit rate\nwith", "best\npossible"):
-        table.add_column(header, justify="right", no_wrap=True)
+    columns = "without\ns", "with\ns", "speed-\nup", "hit rate\nwithout", "hit rate\nwith", "best\npossible"
+    caption = "median seconds with the cache, without and with a host tier"
+    table = figure_table(None, "workload", *columns, caption=caption)
     for comparison in comparisons:
-        seconds, hit_rate = comparison.seconds_tiered, comparison.hit_rate_tiered
-        assert seconds is not None  # it has such runs
+        without, tiered = comparison.cached, comparison.tiered
         table.add_row(
             comparison.workload,
-            f"{comparison.seconds_cached:.2f}",
-            f"{seconds:.2f}",
-            f"{comparison.seconds_cached / seconds:.2f}x",
-            f"{comparison.hit_rate:.2%}",
-            f"{hit_rate:.2%}",
-            f"{comparison.best_hit_rate:.2%}",
+            f"{without.seconds:.2f}",
+            f"{tiered.seconds:.2f}",
+            f"{without.seconds / tiered.seconds:.2f}x",
+            f"{without.hit_rate:.2%}",
+            f"{tiered.hit_rate:.2%}",
+            f"{without.best_hit_rate:.2%}",
         )
     console.print(table)
 
@@ -182,7 +162,7 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
     console = wide_console(_WIDTH)
     shape = options.config or SCALES[options.scale].shape
     environment = environment_of(options.device, options.model or f"{shape} (random weights)")
-    console.print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in environment.items()))
+    console.print(told(environment))
     comparisons = compare(options, progress=True)
     print_comparisons(comparisons, console)
     if json_file is not None:
@@ -193,8 +173,6 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
         }
         write_json(json_file, report)
     if plot_file is not None:
-        from radixrt.bench.plot import plot_comparisons  # matplotlib is an extra
-
         plot_comparisons(comparisons, plot_file, title=f"{environment['model']} on {environment['device']}")
     return 0
 
@@ -233,7 +211,6 @@ def _warm_up(runtime: Runtime) -> None:
 
 
 def _run(runtime: Runtime, name: str, options: Options, repetition: int) -> Run:
-    sizes = SCALES[options.scale].sizes.get(name, {})
-    program = program_of(name, sizes, runtime.config.vocab_size, options.seed + repetition)
+    program = program_of(name, SCALES[options.scale], runtime.config.vocab_size, options.seed + repetition)
     speed = device_speed(runtime.device, options.bandwidth, options.flops)
-    return run_once(runtime, program, model_shape(runtime, options.dtype), speed)
+    return run_once(runtime, program, model_shape(runtime), speed)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from radixrt.errors import BatchFileError, ParameterError, RadixrtError
 from radixrt.files.place import Place, check_apart, check_target
@@ -47,6 +49,20 @@ def wide_console(width: int) -> Console:
     return console if console.is_terminal else Console(highlight=False, width=width)
 
 
+def figure_table(title: str | None, names: str, *headers: str, **options: Any) -> Table:
+    """A table whose first column, under `names`, has names, and the others figures."""
+    table = Table(title=title, title_justify="left", title_style="bold", caption_justify="left", **options)
+    table.add_column(names, no_wrap=True)
+    for header in headers:
+        table.add_column(header, justify="right")
+    return table
+
+
+def told(values: Mapping[str, Any]) -> str:
+    """Names and values in a line."""
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
 def reason_of(error: Exception) -> str:
     """The type of an exception and the first line of its message."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
@@ -54,5 +70,5 @@ def reason_of(error: Exception) -> str:
 
 
 def write_json(file: Path, report: Mapping[str, Any]) -> None:
-    """Write a report of JSON values, its `environment` first."""
-    file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    """Write a report of JSON values and paths, its `environment` first."""
+    file.write_text(json.dumps(report, indent=1, default=os.fspath) + "\n", encoding="utf-8")

@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
 
-from radixrt.bench.catalogue import LISTS, WORKLOADS, Size
+from radixrt.bench.catalogue import LISTS, WORKLOADS, Scale
 from radixrt.errors import RadixrtError
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
@@ -45,22 +47,56 @@ class Run:
     bound_seconds: float | None
 
 
-def hit_rate(runs: Sequence[Run]) -> float:
-    """cached_tokens over prompt_tokens of all repetitions, 0 to 1."""
-    return sum(run.cached_tokens for run in runs) / sum(run.prompt_tokens for run in runs)
+class Runs(list[Run]):
+    """The repetitions of one workload. What takes time is a median; rates of hits are of all of them."""
+
+    @property
+    def seconds(self) -> float:
+        return median(run.seconds for run in self)
+
+    @property
+    def output_tokens_per_second(self) -> float:
+        return median(run.generated_tokens / run.seconds for run in self)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Prompt and generated tokens a second."""
+        return median((run.prompt_tokens + run.generated_tokens) / run.seconds for run in self)
+
+    @property
+    def hit_rate(self) -> float:
+        """cached_tokens over prompt_tokens, 0 to 1."""
+        return sum(run.cached_tokens for run in self) / sum(run.prompt_tokens for run in self)
+
+    @property
+    def best_hit_rate(self) -> float:
+        """The best possible one: see `program_statistics`."""
+        return sum(run.best_cached_tokens for run in self) / sum(run.prompt_tokens for run in self)
+
+    @property
+    def bound_seconds(self) -> float | None:
+        """None if the device's speed is unknown."""
+        return median(bounds) if (bounds := [bound for _, bound in self._bounded]) else None
+
+    @property
+    def times_bound(self) -> float | None:
+        """Seconds over the bound of the same list: 1 is the device's limit."""
+        return median(times) if (times := [run.seconds / bound for run, bound in self._bounded]) else None
+
+    @property
+    def _bounded(self) -> list[tuple[Run, float]]:
+        return [(run, run.bound_seconds) for run in self if run.bound_seconds is not None]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return [asdict(run) for run in self]
 
 
-def best_hit_rate(runs: Sequence[Run]) -> float:
-    """The best possible hit rate of all repetitions: see `program_statistics`."""
-    return sum(run.best_cached_tokens for run in runs) / sum(run.prompt_tokens for run in runs)
-
-
-def program_of(name: str, sizes: Mapping[str, Size], vocab_size: int, repetition: int) -> Program:
-    """A program of LISTS or WORKLOADS, with other prompts for each `repetition`."""
+def program_of(name: str, scale: Scale, vocab_size: int, repetition: int) -> Program:
+    """A program of LISTS or WORKLOADS in the sizes of a scale, with other prompts for each `repetition`."""
     # The lists' own seeds are 0 to 9, in this order, those of the programs after the first five lists 5 to 7.
     own_seed = (LISTS if name in LISTS else WORKLOADS).index(name)
     seed = own_seed + SEED_STEP * repetition
-    return PROGRAMS[name](seed, vocab_size=min(VOCAB_SIZE, vocab_size), **sizes)
+    return PROGRAMS[name](seed, vocab_size=min(VOCAB_SIZE, vocab_size), **scale.sizes.get(name, {}))
 
 
 def run_once(runtime: Runtime, program: Program, shape: ModelShape, speed: DeviceSpeed | None) -> Run:

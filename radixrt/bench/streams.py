@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
+from radixrt.bench.report import figure_table
 from radixrt.limits import RunLimits
 from radixrt.planning.simulated import ConstantRunner, simulated_parts
 from radixrt.runtime import Runtime
@@ -149,18 +149,9 @@ def _in_threads(runtime: Runtime, prompts: list[list[int]], params: SamplingPara
 
 def run_benchmark() -> int:
     """Measure and print."""
-    table = Table(
-        "streams",
-        "kind",
-        "passes",
-        "chunks a stream",
-        "largest chunk",
-        "longest stall, ms",
-        "seconds",
-        title=f"streams at once: {TOKENS} tokens each, passes of {PASS_SECONDS * 1000:g} ms",
-    )
-    for column in table.columns[2:]:
-        column.justify = "right"
+    columns = "kind", "passes", "chunks a stream", "largest chunk", "longest stall, ms", "seconds"
+    title = f"streams at once: {TOKENS} tokens each, passes of {PASS_SECONDS * 1000:g} ms"
+    table = figure_table(title, "streams", *columns)
     for kind in ("tasks", "threads"):
         for count in STREAMS:
             found = measure(kind, count, tokens=TOKENS, seconds=PASS_SECONDS)

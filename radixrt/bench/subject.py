@@ -1,7 +1,5 @@
 """The subject of a benchmark: a model on a device, and their peak speed."""
 
-# Tests: tests/bench/test_throughput.py
-
 from __future__ import annotations
 
 import contextlib
@@ -16,6 +14,7 @@ from typing import Any
 import torch
 
 from layers.quantization import Quantization, Scales
+from radixrt.assembly import LoadedModel
 from radixrt.bench.catalogue import write_shape
 from radixrt.builtin import MODEL_PATH
 from radixrt.execution.device import choose_device
@@ -60,29 +59,14 @@ def device_speed(device: torch.device, bandwidth: float | None, flops: float | N
     return KNOWN_DEVICES.get(torch.cuda.get_device_name(device))
 
 
-def model_shape(runtime: Runtime, dtype: str) -> ModelShape:
-    """The shape of a Runtime's model; `dtype` is the Runtime's option."""
-    in_e4m3, in_int4 = (_held(runtime, dtype, numbers) for numbers in ("e4m3", "4 bits"))
-    shape = shape_of(runtime.config, in_e4m3=in_e4m3, in_int4=in_int4)
-    kv_in_e4m3 = runtime.parts.config.kv_dtype == "fp8"
-    return replace(shape, bytes_per_value=value_bytes(runtime, dtype), kv_in_e4m3=kv_in_e4m3)
-
-
-def _held(runtime: Runtime, dtype: str, numbers: str) -> bool:
-    """Whether the weights of layers are held in these `Quantization.numbers`."""
-    asked, own = runtime.parts.config, runtime.config.quantization
+def model_shape(runtime: Runtime) -> ModelShape:
+    """The shape of a Runtime's model, as it holds weights and KV."""
+    model, asked, own = runtime.parts.model, runtime.parts.config, runtime.config.quantization
+    assert isinstance(model, LoadedModel)
+    dtype = model.decoder.placement.dtype
     if own is None and asked.quantization is not None:
         own = Quantization(Scales.ROW)
-    is_so = own is not None and own.numbers == numbers
-    return is_so and multiplies_quantised(own, asked.impl, runtime.device, _dtype(runtime, dtype))
-
-
-def value_bytes(runtime: Runtime, dtype: str) -> int:
-    """Bytes of an unquantised weight or an element of KV; `dtype` is the Runtime's option."""
-    return int(_dtype(runtime, dtype).itemsize)
-
-
-def _dtype(runtime: Runtime, dtype: str) -> torch.dtype:
-    auto = torch.float32 if runtime.device.type == "cpu" else runtime.config.dtype
-    chosen: torch.dtype = auto if dtype == "auto" else getattr(torch, dtype)
-    return chosen
+    is_held = own is not None and multiplies_quantised(own, asked.impl, runtime.device, dtype)
+    numbers = own.numbers if own is not None and is_held else None
+    shape = shape_of(runtime.config, in_e4m3=numbers == "e4m3", in_int4=numbers == "4 bits")
+    return replace(shape, bytes_per_value=dtype.itemsize, kv_in_e4m3=asked.kv_dtype == "fp8")

@@ -87,9 +87,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     from radixrt.planning.batch_plan import plan_batch
     from radixrt.planning.cards import find_card, shape_of
     from radixrt.planning.shards import pieces_of, shards
+    from radixrt.report.figures import PlannedRun
     from radixrt.report.outline import decoded_by
-    from radixrt.report.plan_page import plan_page
-    from radixrt.report.plan_view import print_plan
+    from radixrt.report.plan_view import plan_page, print_plan
     from radixrt.sampling_params import MAX_NEW_TOKENS
 
     check_int("max_line_bytes", arguments.max_line_bytes, 1, 2**40)
@@ -146,15 +146,9 @@ def _plan(arguments: argparse.Namespace) -> int:
         if arguments.replicas > 1:
             pieces = pieces_of(plan, arguments.replicas, limits, shape, card.speed)
             ranges = shards(pieces, arguments.replicas)
-        told: dict[str, Any] = {
-            "expectation": expectation,
-            "shape": shape,
-            "card": card.title,
-            "mean_is_given": mean_is_given,
-            "show": decoded_by(builder.tokenizer),
-            "shards": ranges,
-        }
-        print_plan(plan, console, max_prefixes=arguments.prefixes, **told)
+        run = PlannedRun(plan, expectation, shape, card.title, mean_is_given, ranges)
+        show = decoded_by(builder.tokenizer)
+        print_plan(run, console, show=show, max_prefixes=arguments.prefixes)
         if page is not None:
-            page.write(plan_page(plan, title=place_name(arguments.input, "input"), **told))
+            page.write(plan_page(run, title=place_name(arguments.input, "input"), show=show))
     return DONE

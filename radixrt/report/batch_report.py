@@ -244,7 +244,7 @@ def run_figures(run: RunFigures) -> dict[str, str]:
 def time_figures(report: BatchReport) -> dict[str, str]:
     """Names and values of this run's time and cost."""
     run, cost = report.run, report.cost
-    parts = ", ".join(f"{name} {duration(value)}" for name, value in device_seconds(run).items())
+    parts = ", ".join(f"{name} {duration(value)}" for name, value in seconds_by_activity(run).items())
     passes = f"{run.passes:,} passes of at most {counted(run.most_running, 'request')}"
     seconds = f"{run.seconds:.1f} s" if run.seconds >= 1 else duration(run.seconds)
     figures = {
@@ -268,7 +268,7 @@ def time_figures(report: BatchReport) -> dict[str, str]:
     return figures
 
 
-def device_seconds(run: RunFigures) -> dict[str, float]:
+def seconds_by_activity(run: RunFigures) -> dict[str, float]:
     """Seconds of a run by the device's activity."""
     return {"prefill": run.prefill_seconds, "decode": run.decode_seconds, "idle": run.idle_seconds}
 

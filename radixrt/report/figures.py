@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -21,109 +22,115 @@ HINTS_TOLD = 5
 WORTHWHILE = 0.005  # a difference of hit rates that is told
 
 
-def plan_figures(
-    plan: BatchPlan,
-    expectation: Expectation | None,
-    shape: ModelShape | None,
-    card: str = "",
-    mean_is_given: bool = False,
-    shards: Shards | None = None,
-) -> dict[str, str]:
-    """Names and values of a plan's figures, in reading order.
+@dataclass(frozen=True)
+class PlannedRun:
+    """A plan, and what is known of its run.
 
-    Args:
-        expectation: of a run; None omits its figures.
+    Attributes:
+        expectation: None omits figures of the run.
         shape: of the model; None omits bytes.
         card: what the time is for.
         mean_is_given: whether answers are expected to have a mean of tokens, rather than their maximum.
         shards: the same run on several cards; None: on one.
     """
-    counts = plan.statistics
 
-    def memory(tokens: int) -> str:
-        return counted(tokens, "token") + ("" if shape is None else f" ({_bytes(tokens * shape.kv_bytes)})")
+    plan: BatchPlan
+    expectation: Expectation | None = None
+    shape: ModelShape | None = None
+    card: str = ""
+    mean_is_given: bool = False
+    shards: Shards | None = None
 
-    assumed = "" if mean_is_given else ", if each has its maximum"
-    figures = {
-        "prompts": f"{len(plan):,}" + ("" if plan.answers == len(plan) else f", {plan.answers:,} answers"),
-        "prompt tokens": f"{counts.prompt_tokens:,} ({counts.distinct_tokens:,} distinct)",
-        "expected answers": f"{counted(plan.expected_tokens, 'token')}{assumed}",
-        "best possible hit rate": f"{counts.best_hit_rate:.2%}",
-    }
-    if expectation is not None:
-        limits = expectation.limits
-        figures |= {
-            "pool": memory(limits.pool_tokens),
-            **_states(limits, shape),
-            "hit rate, planned order": _prediction(expectation.planned),
-            "hit rate, file order": _prediction(expectation.file_order),
+    def figures(self) -> dict[str, str]:
+        """Names and values, in reading order."""
+        plan, counts, expected = self.plan, self.plan.statistics, self.expectation
+        assumed = "" if self.mean_is_given else ", if each has its maximum"
+        figures = {
+            "prompts": f"{len(plan):,}" + ("" if plan.answers == len(plan) else f", {plan.answers:,} answers"),
+            "prompt tokens": f"{counts.prompt_tokens:,} ({counts.distinct_tokens:,} distinct)",
+            "expected answers": f"{counted(plan.expected_tokens, 'token')}{assumed}",
+            "best possible hit rate": f"{counts.best_hit_rate:.2%}",
         }
-    figures["smallest pool that keeps all hits" if plan.is_plain else "smallest pool, one at a time"] = memory(
-        plan.longest_request
-    )
-    if expectation is not None:
-        running = min(expectation.limits.max_running_requests, plan.answers)
-        figures[f"memory, {running:,} at once"] = memory(plan.pool_for(running))
-        if shape is not None and shape.state_bytes:
-            figures[f"memory, {running:,} at once"] += f", states {_bytes(running * shape.state_bytes)}"
-        work = expectation.work
-        if work is not None:
-            low, high = work.expected_seconds
-            prefill, decode = counted(work.computed_tokens, "token"), counted(work.generated_tokens, "token")
+        if expected is not None:
             figures |= {
-                "prefill": f"{prefill}, {seconds(work.prefill_seconds)} at peak speed",
-                "decode": f"{decode}, {seconds(work.decode_seconds)} at peak speed",
-                "passes": f"about {work.passes:,}",
-                "time": f"{seconds(low)} to {seconds(high)}",
+                "pool": self._memory(expected.limits.pool_tokens),
+                **_states(expected.limits, self.shape),
+                "hit rate, planned order": _prediction(expected.planned),
+                "hit rate, file order": _prediction(expected.file_order),
             }
-            if work.min_seconds >= 0.001:
-                assumed = assumed.replace("each", "each answer")
-                figures["time"] += f" (no engine below {seconds(work.min_seconds)}{assumed})"
-            if shards is not None and len(shards) > 1:
-                low, high = work.expected_seconds
-                share = shards.longest_share
-                twice = counted(int(shards.repeated_tokens.sum()), "token")
-                figures[f"time, {len(shards)} replicas"] = (
-                    f"{seconds(share * low)} to {seconds(share * high)} ({1 / share:.2f} times as fast), {twice} "
-                    "computed twice"
-                )
-            if card:
-                figures["card"] = card
-    return figures
+        smallest = "smallest pool that keeps all hits" if plan.is_plain else "smallest pool, one at a time"
+        figures[smallest] = self._memory(plan.longest_request)
+        if expected is not None:
+            running = min(expected.limits.max_running_requests, plan.answers)
+            states = 0 if self.shape is None else running * self.shape.state_bytes
+            figures[f"memory, {running:,} at once"] = self._memory(plan.pool_for(running)) + (
+                f", states {_bytes(states)}" if states else ""
+            )
+            if expected.work is not None:
+                figures |= self._times(expected.work)
+        return figures
+
+    def _times(self, work: Work) -> dict[str, str]:
+        low, high = work.expected_seconds
+        prefill, decode = counted(work.computed_tokens, "token"), counted(work.generated_tokens, "token")
+        figures = {
+            "prefill": f"{prefill}, {seconds(work.prefill_seconds)} at peak speed",
+            "decode": f"{decode}, {seconds(work.decode_seconds)} at peak speed",
+            "passes": f"about {work.passes:,}",
+            "time": f"{seconds(low)} to {seconds(high)}",
+        }
+        if work.min_seconds >= 0.001:
+            assumed = "" if self.mean_is_given else ", if each answer has its maximum"
+            figures["time"] += f" (no engine below {seconds(work.min_seconds)}{assumed})"
+        if self.shards is not None and len(self.shards) > 1:
+            share = self.shards.longest_share
+            twice = counted(int(self.shards.repeated_tokens.sum()), "token")
+            figures[f"time, {len(self.shards)} replicas"] = (
+                f"{seconds(share * low)} to {seconds(share * high)} ({1 / share:.2f} times as fast), {twice} "
+                "computed twice"
+            )
+        return figures | ({"card": self.card} if self.card else {})
+
+    def _memory(self, tokens: int) -> str:
+        held = "" if self.shape is None else f" ({_bytes(tokens * self.shape.kv_bytes)})"
+        return f"{counted(tokens, 'token')}{held}"
+
+    def replica_rows(self) -> list[tuple[str, ...]]:
+        """A row of REPLICA_COLUMNS for each replica; none where one card runs all, or the time is not known."""
+        shards, work = self.shards, None if self.expectation is None else self.expectation.work
+        if shards is None or work is None:
+            return []
+        pieces, rows = shards.pieces, []
+        for replica, (begin, end) in enumerate(pairwise(shards.bounds.tolist())):
+            low, high = (float(shards.shares[replica]) * bound for bound in work.expected_seconds)
+            numbers = len(np.unique(pieces.places[begin:end])), int(pieces.num_answers[begin:end].sum())
+            twice = counted(int(shards.repeated_tokens[replica]), "token")
+            time = f"{seconds(low)} to {seconds(high)}"
+            rows.append((f"{replica}", *(f"{number:,}" for number in numbers), twice, time))
+        return rows
+
+    def advice(self) -> str:
+        """What the hit rates mean, and what to do, in one or two sentences; "" without an expectation."""
+        expected = self.expectation
+        if expected is None:
+            return ""
+        best, found = self.plan.statistics.best_hit_rate, expected.planned.hit_rate
+        file_order = expected.file_order.hit_rate
+        if best < WORTHWHILE:
+            return "The prompts share next to nothing from their beginning on: no order of them brings hits."
+        most = f"With memory for all, at most {best:.1%} of the prompt tokens can come from the cache"
+        if found < self.plan.predict_without_eviction().hit_rate - WORTHWHILE:
+            more = "a larger pool (--max-total-tokens)" + (" or more states" if expected.limits.num_states else "")
+            return f"{most}. This run finds {found:.1%}: {more} may bring the rest."
+        if file_order < found - WORTHWHILE:
+            return (
+                f"{most}. In this pool the planned order, which `radixrt batch` uses, finds {found:.1%}, the "
+                f"order of the file {file_order:.1%}: nothing is left to do."
+            )
+        return f"{most}, and do in both orders: in so large a pool the order does not matter."
 
 
 REPLICA_COLUMNS = ("replica", "prompts", "answers", "computed twice", "time")
-
-
-def replica_rows(shards: Shards, work: Work) -> list[tuple[str, ...]]:
-    """A row of REPLICA_COLUMNS for each replica."""
-    pieces, rows = shards.pieces, []
-    for replica, (begin, end) in enumerate(pairwise(shards.bounds.tolist())):
-        low, high = (float(shards.shares[replica]) * bound for bound in work.expected_seconds)
-        numbers = len(np.unique(pieces.places[begin:end])), int(pieces.num_answers[begin:end].sum())
-        twice = counted(int(shards.repeated_tokens[replica]), "token")
-        rows.append(
-            (f"{replica}", *(f"{number:,}" for number in numbers), twice, f"{seconds(low)} to {seconds(high)}")
-        )
-    return rows
-
-
-def plan_advice(plan: BatchPlan, expectation: Expectation) -> str:
-    """What the hit rates of a plan mean, and what to do, in one or two sentences."""
-    best, found = plan.statistics.best_hit_rate, expectation.planned.hit_rate
-    file_order = expectation.file_order.hit_rate
-    if best < WORTHWHILE:
-        return "The prompts share next to nothing from their beginning on: no order of them brings hits."
-    most = f"With memory for all, at most {best:.1%} of the prompt tokens can come from the cache"
-    if found < plan.predict_without_eviction().hit_rate - WORTHWHILE:
-        more = "a larger pool (--max-total-tokens)" + (" or more states" if expectation.limits.num_states else "")
-        return f"{most}. This run finds {found:.1%}: {more} may bring the rest."
-    if file_order < found - WORTHWHILE:
-        return (
-            f"{most}. In this pool the planned order, which `radixrt batch` uses, finds {found:.1%}, the order of "
-            f"the file {file_order:.1%}: nothing is left to do."
-        )
-    return f"{most}, and do in both orders: in so large a pool the order does not matter."
 
 
 def hint_texts(hints: tuple[Hint, ...], counts: TokenStatistics) -> list[str]:

@@ -11,10 +11,10 @@ from radixrt.planning.batch_plan import BatchPlan
 from radixrt.report.batch_report import (
     BatchReport,
     bounds,
-    device_seconds,
     file_figures,
     money,
     run_figures,
+    seconds_by_activity,
     time_figures,
 )
 from radixrt.report.figures import seconds as duration
@@ -116,7 +116,7 @@ def _time(report: BatchReport) -> str:
         "scheduling": run.scheduling_seconds,
         "all else": max(0.0, run.device_seconds - run.scheduling_seconds),
     }
-    device = _bar("The device", device_seconds(run), run.device_seconds)
+    device = _bar("The device", seconds_by_activity(run), run.device_seconds)
     return (
         '<section class="spent">\n<h2>Where the time went</h2>\n'
         f"{device}{_bar('The host', host, run.device_seconds)}</section>\n"

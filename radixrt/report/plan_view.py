@@ -1,57 +1,45 @@
-"""A plan in the terminal."""
+"""A plan in the terminal, and as a self-contained HTML page."""
 
 from __future__ import annotations
 
+from html import escape
+
+from rich import markup
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from radixrt.planning.batch_plan import BatchPlan, Expectation
-from radixrt.planning.shards import Shards
-from radixrt.report.figures import REPLICA_COLUMNS, hint_texts, plan_advice, plan_figures, replica_rows
+from radixrt.report.figures import REPLICA_COLUMNS, PlannedRun, hint_texts
+from radixrt.report.html import column_table, figure_table, html_page, prefix_branches
 from radixrt.report.outline import Prefix, Show, as_ids, counted, outline, shortened
-from radixrt.workloads.bound import ModelShape
 
 
-def print_plan(
-    plan: BatchPlan,
-    console: Console,
-    *,
-    expectation: Expectation | None = None,
-    shape: ModelShape | None = None,
-    card: str = "",
-    mean_is_given: bool = False,
-    show: Show = as_ids,
-    max_prefixes: int = 20,
-    shards: Shards | None = None,
-) -> None:
+def print_plan(run: PlannedRun, console: Console, *, show: Show = as_ids, max_prefixes: int = 20) -> None:
     """Print figures, the largest shared prefixes as a tree, and hints.
 
     Args:
-        expectation, shape, card, mean_is_given, shards: see `plan_figures`.
         show: token ids to text.
         max_prefixes: limit on shown prefixes.
     """
-    figures = plan_figures(plan, expectation, shape, card, mean_is_given, shards)
+    figures = run.figures()
     width = max(map(len, figures)) + 2
     for name, text in figures.items():
         console.print(Text.assemble((f"{name:<{width}}", "dim"), text), soft_wrap=True)
-    if expectation is not None:
+    if advice := run.advice():
         console.print()
-        console.print(plan_advice(plan, expectation), markup=False, soft_wrap=True)
-    if shards is not None and expectation is not None and expectation.work is not None:
+        console.print(advice, markup=False, soft_wrap=True)
+    if rows := run.replica_rows():
         table = Table(*REPLICA_COLUMNS, box=SIMPLE_HEAD)
-        for row in replica_rows(shards, expectation.work):
+        for row in rows:
             table.add_row(*row)
         console.print(table)
-    top = outline(plan, max_prefixes)
+    top = outline(run.plan, max_prefixes)
     if top.children:
         console.print()
         console.print(view_outline(top, show))
-    for text in hint_texts(plan.hints, plan.statistics):
+    for text in hint_texts(run.plan.hints, run.plan.statistics):
         console.print()
         console.print(Text.assemble(("hint: ", "bold yellow"), text), soft_wrap=True)
 
@@ -69,6 +57,18 @@ def view_outline(top: Prefix, show: Show) -> Tree:
 
 
 def _label(prefix: Prefix, show: Show) -> str:
-    text = escape(shortened(prefix.tokens, show, 40, 60))
+    text = markup.escape(shortened(prefix.tokens, show, 40, 60))
     tokens = counted(len(prefix.tokens), "token")
     return f"{prefix.prompts:,} x {tokens}, saves {prefix.saved_tokens:,}: [dim]{text}[/dim]"
+
+
+def plan_page(run: PlannedRun, *, title: str, show: Show = as_ids, max_prefixes: int = 1000) -> str:
+    """A page with the same, whose tree folds and unfolds, as HTML. `title`: such as the input's name."""
+    advice = f"<p>{escape(text)}</p>\n" if (text := run.advice()) else ""
+    figures = figure_table(run.figures())
+    if rows := run.replica_rows():
+        figures += column_table(REPLICA_COLUMNS, rows)
+    texts = hint_texts(run.plan.hints, run.plan.statistics)
+    hints = "".join(f'<p class="hint">{escape(text)}</p>\n' for text in texts)
+    branches = prefix_branches(outline(run.plan, max_prefixes), show, int(run.plan.tree.saved_tokens.sum()))
+    return html_page(f"Plan of {title}", f"{advice}{figures}{hints}<h2>Shared prefixes</h2>\n{branches}")

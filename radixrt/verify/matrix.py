@@ -23,7 +23,6 @@ from radixrt.engine.parts import Parts
 from radixrt.errors import ParameterError
 from radixrt.frontend.arguments import Params, Prompt, listed_prompts
 from radixrt.frontend.request_builder import builder_without_weights
-from radixrt.hit_rate import CountsHits
 from radixrt.models.config import ModelConfig
 from radixrt.models.decoder import Decoder
 from radixrt.ranks.rank import check_config
@@ -137,11 +136,6 @@ def _watched(parts: Parts, watch: LayerWatch) -> Parts:
     return replace(parts, engine=Engine(parts.scheduler, runner, max_in_flight=int(parts.config.overlap)))
 
 
-class _Hits(CountsHits):
-    def __init__(self, prompt_tokens: int, cached_tokens: int) -> None:
-        self.prompt_tokens, self.cached_tokens = prompt_tokens, cached_tokens
-
-
 class _Lab:
     """Makes Runtimes that share their weights, and asks them. `decoder` is there once the first has been made."""
 
@@ -212,7 +206,7 @@ class _Lab:
             if difference is not None and (before is None or difference.position < before.position):
                 found[values.prompt] = difference
         ended = runtime.cache_stats()
-        hits = _Hits(ended.prompt_tokens - stats.prompt_tokens, ended.cached_tokens - stats.cached_tokens)
+        asked, hits = ended.prompt_tokens - stats.prompt_tokens, ended.cached_tokens - stats.cached_tokens
         return Outcome(
             name=situation.name,
             title=situation.title,
@@ -220,7 +214,7 @@ class _Lab:
             differing=tuple(self._questions[place].line for place in sorted(found)),
             first=found[min(found)] if found else None,
             origin=None,
-            hit_rate=hits.hit_rate,
+            hit_rate=hits / asked if asked else 0.0,
             retractions=runtime.parts.scheduler.num_retractions - retractions,
             evicted_tokens=ended.evicted_tokens - stats.evicted_tokens - (asker.num_forgotten - forgotten),
             loaded_tokens=ended.loaded_tokens - stats.loaded_tokens,

@@ -14,6 +14,7 @@ from memory_pool.kv_layout import KVLayout
 from radixrt.config import RuntimeConfig
 from radixrt.files.disk import temporary_folder
 from radixrt.limits import PassLimits
+from radixrt.schedule.request import Request
 from radixrt.verify.questions import Asker, Question
 from radixrt.verify.values import Values
 
@@ -140,16 +141,16 @@ def _cut(asker: Asker, seed: int) -> Iterator[Values]:
 
 def _together(asker: Asker) -> Iterator[Values]:
     asker.forget()
-    yield from asker.ask([asker.answer(place) for place in range(len(asker))])
+    yield from asker.ask(_answers(asker))
     asker.forget()
     yield from asker.ask([asker.score(place) for place in range(len(asker))])
 
 
 def _together_warm(asker: Asker) -> Iterator[Values]:
     asker.forget()
-    asker.run([asker.answer(place) for place in range(len(asker))])
-    yield from asker.ask([asker.answer(place) for place in range(len(asker))])
-    yield from asker.ask([asker.score(place, start=_middle(asker, place)) for place in range(len(asker))])
+    asker.run(_answers(asker))
+    yield from asker.ask(_answers(asker))
+    yield from asker.ask(_second_halves(asker))
 
 
 def _shuffled(asker: Asker, seed: int) -> Iterator[Values]:
@@ -168,8 +169,8 @@ def _samples(asker: Asker) -> Iterator[Values]:
 def _aborted(asker: Asker) -> Iterator[Values]:
     """Each prompt is there twice, and one of the two is aborted after some passes."""
     asker.forget()
-    kept = [asker.answer(place) for place in range(len(asker))]
-    to_abort = [asker.answer(place) for place in range(len(asker))]
+    kept = _answers(asker)
+    to_abort = _answers(asker)
     aborted = {request.id for request in to_abort}
 
     def abort_one() -> None:
@@ -215,13 +216,23 @@ def _read(asker: Asker) -> Iterator[Values]:
 
 def _saved(asker: Asker) -> Iterator[Values]:
     asker.forget()
-    asker.run([asker.answer(place) for place in range(len(asker))])
+    asker.run(_answers(asker))
     with temporary_folder() as folder:
         asker.runtime.save_cache(folder / "cache.safetensors")
         asker.forget()
         asker.runtime.load_cache(folder / "cache.safetensors")
-    yield from asker.ask([asker.answer(place) for place in range(len(asker))])
-    yield from asker.ask([asker.score(place, start=_middle(asker, place)) for place in range(len(asker))])
+    yield from asker.ask(_answers(asker))
+    yield from asker.ask(_second_halves(asker))
+
+
+def _answers(asker: Asker) -> list[Request]:
+    """To each question."""
+    return [asker.answer(place) for place in range(len(asker))]
+
+
+def _second_halves(asker: Asker) -> list[Request]:
+    """Scores of each prompt from its middle on."""
+    return [asker.score(place, start=_middle(asker, place)) for place in range(len(asker))]
 
 
 def _order(asker: Asker, chance: random.Random) -> list[int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from radixrt.cli.demo import run_demo
+from scripts.demo import run_demo
 
 pytestmark = pytest.mark.whole_gpu  # a Runtime with all defaults takes what is free
 

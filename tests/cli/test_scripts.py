@@ -12,10 +12,17 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 NAMES = sorted(path.name for path in SCRIPTS.glob("*.py") if path.name != "__init__.py")
 PARTS = {
     "serving_clients.py": "bench_serving.py",
-    "state_bound.py": "compare_state_rules.py",
     "state_rules.py": "compare_state_rules.py",
 }
 """Files that are no programs, and the program of which they are a part."""
+COMMANDS = {
+    "bench_kernels.py": "radixrt bench kernels",
+    "bench_prefix_reuse.py": "radixrt bench prefix-reuse",
+    "bench_streams.py": "radixrt bench streams",
+    "bench_throughput.py": "radixrt bench throughput",
+    "offline_batch.py": "radixrt batch",
+}
+"""Files that are a command of `radixrt`."""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -27,4 +34,4 @@ def test_help(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         assert f"a part of scripts/{PARTS[name]}" in str(end.value.code)
     else:
         assert end.value.code in (0, None)
-        assert capsys.readouterr().out.startswith("usage: ")
+        assert capsys.readouterr().out.startswith(f"usage: {COMMANDS.get(name, name)} ")

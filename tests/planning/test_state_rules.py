@@ -30,8 +30,7 @@ from scripts.compare_state_rules import (
     print_table,
     write_csv,
 )
-from scripts.state_bound import most_found
-from scripts.state_rules import Blocks, Branches, EveryBlock, RequestEnds, Rule, simulate
+from scripts.state_rules import Blocks, Branches, EveryBlock, RequestEnds, Rule, most_found, simulate
 
 SHARED = list(range(10))
 # Three that share 10 tokens of 15, and the last of them again.

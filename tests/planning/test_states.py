@@ -25,7 +25,7 @@ from radixrt.planning.demands import Demands
 from radixrt.planning.kept_states import KeptStates
 from radixrt.planning.shards import cut_in_pieces
 from radixrt.ranks import rank
-from radixrt.report.figures import plan_advice, plan_figures
+from radixrt.report.figures import PlannedRun
 from radixrt.sampling_params import SamplingParams
 from radixrt.workloads.bound import DeviceSpeed, ModelShape, RecurrentLayers
 from tests.planning.test_batch_plan import SMALL, TOY, modelled_run, plan_of, real_run
@@ -190,11 +190,11 @@ def test_a_lack_of_states_is_told() -> None:
     plan = planned([[*prompt, 10_000 + index] for index, prompt in enumerate(prompts)], 2)
     few = plan.expect(RunLimits(100_000, 1, 64, num_states=2))
     assert few.planned.hit_rate < plan.statistics.best_hit_rate
-    assert "a larger pool (--max-total-tokens) or more states may bring the rest" in plan_advice(plan, few)
-    figures = plan_figures(plan, few, SHAPE)
+    assert "a larger pool (--max-total-tokens) or more states may bring the rest" in PlannedRun(plan, few).advice()
+    figures = PlannedRun(plan, few, SHAPE).figures()
     assert figures["states"] == "2 (38.2 MB): 2 for 1 request at once, 0 kept for others that begin alike"
     assert figures["memory, 1 at once"].endswith(" MB), states 19.1 MB")
-    assert "states" not in plan_figures(plan, plan.expect(RunLimits(100_000)), PLAIN)
+    assert "states" not in PlannedRun(plan, plan.expect(RunLimits(100_000)), PLAIN).figures()
 
 
 def test_the_command_counts_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

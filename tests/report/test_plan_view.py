@@ -26,10 +26,9 @@ from radixrt.limits import RunLimits
 from radixrt.models.config import ModelConfig
 from radixrt.planning.batch_plan import BatchPlan
 from radixrt.planning.cards import CARDS, find_card, shape_of
-from radixrt.report.figures import hint_texts, plan_advice, plan_figures, seconds
+from radixrt.report.figures import PlannedRun, hint_texts, seconds
 from radixrt.report.outline import FEW_TOKENS, MIN_SHARE, Prefix, outline
-from radixrt.report.plan_page import plan_page
-from radixrt.report.plan_view import print_plan
+from radixrt.report.plan_view import plan_page, print_plan
 from radixrt.workloads.bound import DeviceSpeed, ModelShape
 from tests.planning.test_prefix_order import prompt_lists
 from tests.support.file_limit import file_limit
@@ -49,9 +48,9 @@ def plan_of(*texts: str) -> BatchPlan:
     return planned([list(map(ord, text)) for text in texts], 5)
 
 
-def printed(plan: BatchPlan, **options: object) -> str:
+def printed(plan: BatchPlan, max_prefixes: int = 20, **known: Any) -> str:
     console = Console(file=io.StringIO(), width=200, highlight=False)
-    print_plan(plan, console, show=letters, **options)
+    print_plan(PlannedRun(plan, **known), console, show=letters, max_prefixes=max_prefixes)
     return console.file.getvalue()
 
 
@@ -142,7 +141,7 @@ def test_the_terminal_shows_figures_and_a_tree() -> None:
 def test_what_is_modelled_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("radixrt.planning.batch_plan.REHEARSED_ANSWERS", 1)
     plan = plan_of("ab", "ac")
-    figures = plan_figures(plan, plan.expect(RunLimits(100)), None)
+    figures = PlannedRun(plan, plan.expect(RunLimits(100))).figures()
     assert figures["hit rate, planned order"] == "25.00% (modelled)"
     assert "time" not in figures
 
@@ -173,7 +172,7 @@ def test_what_is_said_of_hits() -> None:
         ([head] * 10, [100, 0] * 5, 10_000, "finds 49.5%, the order of the file 39.6%: nothing is left to do"),
     ):
         plan = planned(prompts, 2, 1, limits)
-        assert said in plan_advice(plan, plan.expect(RunLimits(pool)))
+        assert said in PlannedRun(plan, plan.expect(RunLimits(pool))).advice()
 
 
 def test_hints_are_told() -> None:
@@ -184,7 +183,7 @@ def test_hints_are_told() -> None:
         "shared if what differs came last"
     )
     assert f"hint: {text}" in printed(plan)
-    assert text in Page(plan_page(plan, title="x")).said
+    assert text in Page(plan_page(PlannedRun(plan), title="x")).said
 
 
 def test_hints_that_are_many_are_summed_up() -> None:
@@ -217,7 +216,7 @@ def test_durations(value: float, text: str) -> None:
 
 def test_the_page_stands_alone_and_folds() -> None:
     plan = plan_of("<b>same</b> & head, one", "<b>same</b> & head, two", "<b>same</b> & head, two more", "other")
-    text = plan_page(plan, title="a<b>.jsonl", show=letters)
+    text = plan_page(PlannedRun(plan), title="a<b>.jsonl", show=letters)
     page = Page(text)
     assert "Plan of a<b>.jsonl" in page.said
     assert "<b>same</b> & head, " in page.said
@@ -229,7 +228,7 @@ def test_the_page_stands_alone_and_folds() -> None:
 @given(prompts=prompt_lists(), most=st.integers(0, 9))
 def test_every_page_is_whole(prompts: list[list[int]], most: int) -> None:
     plan = planned(prompts, 1)
-    page = Page(plan_page(plan, title="x", max_prefixes=most))
+    page = Page(plan_page(PlannedRun(plan), title="x", max_prefixes=most))
     assert ("The prompts share nothing." in page.said) == (
         plan.tree.saved_tokens.sum() == 0 or (most == 0 and len(plan.tree) == 1)
     )
@@ -238,7 +237,7 @@ def test_every_page_is_whole(prompts: list[list[int]], most: int) -> None:
 def test_a_deep_tree_is_no_recursion() -> None:
     tokens = list(range(3000))
     plan = planned([tokens[:length] for length in range(1, 3001)], 1)
-    assert Page(plan_page(plan, title="x", max_prefixes=3000)).tags.count("details") > 2500
+    assert Page(plan_page(PlannedRun(plan), title="x", max_prefixes=3000)).tags.count("details") > 2500
     assert printed(plan, max_prefixes=30).count("saves") == 30
 
 

@@ -7,6 +7,18 @@ from dataclasses import replace
 import pytest
 
 from radixrt.bench.catalogue import SCALES, Size
+from radixrt.bench.run import Run
+
+RUN = Run(
+    seconds=2.0,
+    requests=3,
+    prompt_tokens=1000,
+    cached_tokens=600,
+    generated_tokens=200,
+    recomputed_tokens=0,
+    best_cached_tokens=700,
+    bound_seconds=1.0,
+)
 
 SIZES: dict[str, dict[str, Size]] = {
     "unshared": {"requests": 4, "prompt_len": (4, 20), "new_tokens": (1, 5)},

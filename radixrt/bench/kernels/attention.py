@@ -37,16 +37,14 @@ from triton_ops.implementation import gpu_of
 E4M3_SCALE = 2.0**-6  # normal numbers are up to 6 in magnitude
 
 
-def our_decode(inputs: AttentionInputs, kv_scale: Tensor | None = None) -> Call:
+def our_decode(inputs: AttentionInputs, kv_scale: Tensor | None = None, *, deterministic: bool = False) -> Call:
     """The plan is made once, as for a steady batch."""
-    shape, device = inputs.shape, inputs.q.device
+    shape = inputs.shape
     seq_lens = [shape.length] * shape.batch
-    plan = AttentionPlan.flat(
-        range(shape.batch),
-        seq_lens,
-        max_item_len=_kernel_shape(inputs).decode_item_len(np.array(seq_lens, np.int32)),
-    )
-    return planned_decode(inputs, plan.to(device), kv_scale)
+    item_len = _kernel_shape(inputs).decode_item_len(np.array(seq_lens, np.int32))
+    superblock = SUPERBLOCK if deterministic else None
+    plan = AttentionPlan.flat(range(shape.batch), seq_lens, max_item_len=item_len, superblock=superblock)
+    return planned_decode(inputs, plan.to(inputs.q.device), kv_scale, deterministic=deterministic)
 
 
 def _kernel_shape(inputs: AttentionInputs) -> KernelShape:
@@ -54,14 +52,14 @@ def _kernel_shape(inputs: AttentionInputs) -> KernelShape:
     return KernelShape(gpu_of(inputs.q.device), shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.dtype)
 
 
-def planned_decode(inputs: AttentionInputs, plan: AttentionPlan, kv_scale: Tensor | None = None) -> Call:
+def planned_decode(
+    inputs: AttentionInputs, plan: AttentionPlan, kv_scale: Tensor | None = None, *, deterministic: bool = False
+) -> Call:
     """Our decode attention by this plan; `kv_scale` is that of keys and of values."""
     kv, scoring = inputs.kv(kv_scale), Scoring(inputs.shape.scale)
-
-    def run() -> Tensor:
-        return decode_attention(inputs.q, kv, plan, scoring, impl="triton")
-
-    return Call(run)
+    if deterministic:
+        return Call(lambda: ordered_decode(inputs.q, kv, inputs.rows, plan, scoring, impl="triton"))
+    return Call(lambda: decode_attention(inputs.q, kv, plan, scoring, impl="triton"))
 
 
 def e4m3_inputs(shape: AttentionShape, device: torch.device, copies: int) -> Sequence[AttentionInputs]:
@@ -89,56 +87,20 @@ def our_decode_over_e4m3(inputs: AttentionInputs) -> Call:
     return our_decode(quantised, kv_scale=scale)
 
 
-def our_extend(inputs: AttentionInputs) -> Call:
+def our_extend(inputs: AttentionInputs, *, deterministic: bool = False) -> Call:
     """The plan is made once, as for all layers of a pass."""
-    shape, device = inputs.shape, inputs.q.device
-    kernel = _kernel_shape(inputs)
-    lens = inputs.prefix_lens, inputs.extend_start_loc, inputs.extend_seq_lens
-    prefix, starts, counts = (x.cpu().numpy() for x in lens)
-    tile = kernel.tile_tokens(counts)
-    most = kernel.extend_item_len(prefix, counts, tile, None)
-    plan = ExtendPlan.of_extends(prefix, starts, counts, tile_tokens=tile, max_item_len=most).to(device)
-    extends = Extends(inputs.rows, *lens)
-    kv, scoring = inputs.kv(), Scoring(shape.scale)
-
-    def run() -> Tensor:
-        return extend_attention(inputs.q, inputs.k, inputs.v, kv, extends, plan, scoring, impl="triton")
-
-    return Call(run)
-
-
-def our_ordered_decode(inputs: AttentionInputs) -> Call:
-    """Deterministic attention, by the plan of a steady batch."""
-    shape = inputs.shape
-    seq_lens = [shape.length] * shape.batch
-    item_len = _kernel_shape(inputs).decode_item_len(np.array(seq_lens, np.int32))
-    plan = AttentionPlan.flat(range(shape.batch), seq_lens, max_item_len=item_len, superblock=SUPERBLOCK)
-    return planned_ordered_decode(inputs, plan.to(inputs.q.device))
-
-
-def planned_ordered_decode(inputs: AttentionInputs, plan: AttentionPlan) -> Call:
-    """The same by this plan."""
-    kv, scoring = inputs.kv(), Scoring(inputs.shape.scale)
-
-    def run() -> Tensor:
-        return ordered_decode(inputs.q, kv, inputs.rows, plan, scoring, impl="triton")
-
-    return Call(run)
-
-
-def our_ordered_extend(inputs: AttentionInputs) -> Call:
-    """The same for extends."""
     kernel, kv, scoring = _kernel_shape(inputs), inputs.kv(), Scoring(inputs.shape.scale)
     lens = inputs.prefix_lens, inputs.extend_start_loc, inputs.extend_seq_lens
     prefix, starts, counts = (x.cpu().numpy() for x in lens)
-    tile = kernel.tile_tokens(counts)
-    plan = ExtendPlan.of_extends(prefix, starts, counts, tile_tokens=tile, superblock=SUPERBLOCK)
-    own, extends = plan.to(inputs.q.device), Extends(inputs.rows, *lens)
-
-    def run() -> Tensor:
-        return ordered_extend(inputs.q, kv, extends, own, scoring, impl="triton")
-
-    return Call(run)
+    tile, extends = kernel.tile_tokens(counts), Extends(inputs.rows, *lens)
+    most = None if deterministic else kernel.extend_item_len(prefix, counts, tile, None)
+    superblock = SUPERBLOCK if deterministic else None
+    plan = ExtendPlan.of_extends(
+        prefix, starts, counts, tile_tokens=tile, max_item_len=most, superblock=superblock
+    ).to(inputs.q.device)
+    if deterministic:
+        return Call(lambda: ordered_extend(inputs.q, kv, extends, plan, scoring, impl="triton"))
+    return Call(lambda: extend_attention(inputs.q, inputs.k, inputs.v, kv, extends, plan, scoring, impl="triton"))
 
 
 # Peers that read KV by slots, and peers that need it gathered beforehand.
@@ -194,16 +156,12 @@ def extend_case(shape: AttentionShape, group: str = "extend") -> Case[AttentionI
 
 def ordered_case(shape: AttentionShape) -> Case[AttentionInputs]:
     """Beside the other kernels on the same inputs: "vs" is the speed-up, below 1 what equal bits cost."""
-    case, contenders = extend_case(shape), (our_ordered_extend, our_extend)
-    if shape.extend == 1:
-        case, contenders = decode_case(shape), (our_ordered_decode, our_decode)
-    names = "radixrt, deterministic", "radixrt"
-    return replace(
-        case,
-        group="same-bits",
-        variant="",
-        contenders=tuple(map(Contender, names, contenders)),
+    case, ours = (decode_case(shape), our_decode) if shape.extend == 1 else (extend_case(shape), our_extend)
+    contenders = (
+        Contender("radixrt, deterministic", partial(ours, deterministic=True)),
+        Contender("radixrt", ours),
     )
+    return replace(case, group="same-bits", variant="", contenders=contenders)
 
 
 def attention_cases() -> Iterator[Case[AttentionInputs]]:

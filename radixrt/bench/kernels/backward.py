@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from radixrt.bench.kernels.case import Call, Case, Contender, Expected
+from radixrt.bench.kernels.case import Call, Case, Contender, Expected, seeded
 from radixrt.bench.kernels.roofline import training_work
 from triton_ops.attention.training import attention_with_grad, training_reference
 
@@ -48,15 +48,13 @@ class TrainingInputs:
     d_out: Tensor
 
 
-def _inputs(shape: TrainingShape, device: torch.device, copies: int) -> Sequence[TrainingInputs]:
-    generator = torch.Generator(device).manual_seed(0)
-
+def _inputs(shape: TrainingShape, generator: torch.Generator) -> TrainingInputs:
     def random(num_heads: int) -> Tensor:
         size = (shape.batch, num_heads, shape.length, shape.head_dim)
-        return torch.randn(size, dtype=shape.dtype, device=device, generator=generator)
+        return torch.randn(size, dtype=shape.dtype, device=generator.device, generator=generator)
 
     heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)
-    return [TrainingInputs(shape, *map(random, heads)) for _ in range(copies)]
+    return TrainingInputs(shape, *map(random, heads))
 
 
 def _expected(inputs: TrainingInputs) -> Expected:
@@ -116,7 +114,7 @@ def backward_case(shape: TrainingShape) -> Case[TrainingInputs]:
         f"B={shape.batch} {shape.length} H={shape.num_heads}/{shape.num_kv_heads} D={shape.head_dim}",
         "causal" if shape.causal else "full",
         training_work(shape.batch, shape.length, *heads, shape.dtype.itemsize, causal=shape.causal),
-        partial(_inputs, shape),
+        seeded(partial(_inputs, shape)),
         _expected,
         (
             Contender("radixrt", _ours),

@@ -103,6 +103,16 @@ class Case(Generic[Inputs]):
         return goal_of(self.group, self.shape)
 
 
+def seeded(make: Callable[[torch.Generator], Inputs]) -> Callable[[torch.device, int], Sequence[Inputs]]:
+    """`Case.inputs` that makes one set after the other, on the generator's device."""
+
+    def sets(device: torch.device, copies: int) -> Sequence[Inputs]:
+        generator = torch.Generator(device).manual_seed(0)
+        return [make(generator) for _ in range(copies)]
+
+    return sets
+
+
 def worst_error(results: Sequence[Tensor], expected: Expected) -> float:
     """The greatest |result - expected| / |expected| of a row, the last dimension, in the Euclidean norm; NaN where
     there is one. A row of zeros in the reference counts its absolute error.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from radixrt.bench.kernels.case import Call, Case, Contender, Expected, tensors
+from radixrt.bench.kernels.case import Call, Case, Contender, Expected, seeded, tensors
 from radixrt.bench.kernels.roofline import Work
 from triton_ops.activations.gelu_and_mul import gelu_and_mul
 from triton_ops.activations.gelu_fast import gelu_fast
@@ -36,11 +36,7 @@ def _case(
     arguments: Callable[..., Arguments],
     **options: Any,
 ) -> Case[Arguments]:
-    """`operation` on the tensors that `arguments(device=..., generator=...)` makes; it takes `impl`."""
-
-    def inputs(device: torch.device, copies: int) -> Sequence[Arguments]:
-        generator = torch.Generator(device).manual_seed(0)
-        return [arguments(device=device, generator=generator) for _ in range(copies)]
+    """`operation` on the tensors that `arguments(generator=...)` makes; it takes `impl`."""
 
     def expected(given: Arguments) -> Expected:
         # In float32, so that the kernel's rounding shows as error, and on copies, as some are written in place.
@@ -62,14 +58,15 @@ def _case(
         f"{name} {shape}",
         "",
         Work(num_bytes),
-        inputs,
+        seeded(lambda generator: arguments(generator=generator)),
         expected,
         (Contender("radixrt", ours), Contender("torch.compile", compiled, compiles=True)),
     )
 
 
-def _random(*shapes: tuple[int, ...], device: torch.device, generator: torch.Generator) -> Arguments:
-    return tuple(torch.randn(shape, dtype=DTYPE, device=device, generator=generator) for shape in shapes)
+def _random(*shapes: tuple[int, ...], generator: torch.Generator) -> Arguments:
+    make = partial(torch.randn, dtype=DTYPE, device=generator.device, generator=generator)
+    return tuple(make(shape) for shape in shapes)
 
 
 def row_cases(num_tokens: int, size: int) -> Iterator[Case[Arguments]]:
@@ -110,15 +107,10 @@ def head_cases(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int
         head_dim * DTYPE.itemsize * (2 * num_heads + 5 * num_kv_heads) + 4 * head_dim + 2 * 4
     )
 
-    def arguments(device: torch.device, generator: torch.Generator) -> Arguments:
+    def arguments(generator: torch.Generator) -> Arguments:
         """q, k and v as views of one packed projection; the pool's slots scattered."""
-        packed, q_weight, k_weight = _random(
-            (num_tokens, num_heads + 2 * num_kv_heads, head_dim),
-            (head_dim,),
-            (head_dim,),
-            device=device,
-            generator=generator,
-        )
+        device, packed_shape = generator.device, (num_tokens, num_heads + 2 * num_kv_heads, head_dim)
+        packed, q_weight, k_weight = _random(packed_shape, (head_dim,), (head_dim,), generator=generator)
         q, k, v = packed.tensor_split((num_heads, num_heads + num_kv_heads), dim=1)
         pool = torch.zeros(2, num_tokens + 1, num_kv_heads, head_dim, dtype=DTYPE, device=device)
         cache = torch.randn(num_tokens, head_dim, device=device, generator=generator)

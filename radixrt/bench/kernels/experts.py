@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from radixrt.bench.kernels.case import Call, Case, Contender, Expected
+from radixrt.bench.kernels.case import Call, Case, Contender, Expected, seeded
 from radixrt.bench.kernels.roofline import Work
 from triton_ops.activations.clamped_swiglu import clamped_swiglu
 from triton_ops.implementation import gpu_of
@@ -61,8 +61,8 @@ def experts_case(
 ) -> Case[ExpertInputs]:
     """`num_tokens` tokens that are spread evenly over the experts."""
 
-    def inputs(device: torch.device, copies: int) -> Sequence[ExpertInputs]:
-        generator = torch.Generator(device).manual_seed(0)
+    def inputs(generator: torch.Generator) -> ExpertInputs:
+        device = generator.device
 
         def matrices(size: int, depth: int) -> Mxfp4:
             groups = num_experts, size, depth // GROUP
@@ -74,16 +74,13 @@ def experts_case(
             return stored.as_words() if takes_words(gpu_of(device), DTYPE) else stored
 
         chosen = torch.arange(num_tokens * top_k, device=device) % num_experts
-        return [
-            ExpertInputs(
-                torch.randn(num_tokens, hidden, dtype=DTYPE, device=device, generator=generator),
-                torch.full((num_tokens, top_k), 1 / top_k, device=device),
-                chosen.view(num_tokens, top_k),
-                matrices(2 * inner, hidden),
-                matrices(hidden, inner),
-            )
-            for _ in range(copies)
-        ]
+        return ExpertInputs(
+            torch.randn(num_tokens, hidden, dtype=DTYPE, device=device, generator=generator),
+            torch.full((num_tokens, top_k), 1 / top_k, device=device),
+            chosen.view(num_tokens, top_k),
+            matrices(2 * inner, hidden),
+            matrices(hidden, inner),
+        )
 
     elements = min(num_experts, num_tokens * top_k) * 3 * hidden * inner
     num_bytes = elements // 2 + elements // GROUP + 2 * num_tokens * hidden * DTYPE.itemsize
@@ -92,7 +89,7 @@ def experts_case(
         f"{num_tokens} tokens",
         "",
         Work(num_bytes, flops=2.0 * num_tokens * top_k * 3 * hidden * inner),
-        inputs,
+        seeded(inputs),
         _expected,
         (Contender("radixrt", _packed), Contender("radixrt bf16", _dense)),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from radixrt.bench.kernels.roofline import Machine, Work
@@ -52,38 +53,66 @@ class Goal:
         return "floor" if on_card and floor is not None and seconds <= floor else "no"
 
 
-@dataclass(frozen=True)
-class Published:
-    """A time of another implementation by `triton.testing.do_bench`: eager, with L2 flushed."""
+_FLASHINFER = "FlashInfer 0.6.18"
+_FA2, _FA3 = f"{_FLASHINFER} FA2", f"{_FLASHINFER} FA3"
+_FLAT, _CASCADE = f"{_FLASHINFER} flat", f"{_FLASHINFER} cascade"
+_SDPA_FA2, _SDPA_CUDNN = "SDPA FlashAttention-2", "SDPA cuDNN"
 
-    name: str
-    seconds: float
+PUBLISHED = {
+    ("decode", "B=1 L=8192"): {_FLASHINFER: 24.4e-6},
+    ("decode", "B=64 L=2048"): {_FLASHINFER: 144e-6},
+    ("decode", "B=256 L=1024"): {_FLASHINFER: 283e-6},
+    ("decode", "B=256 L=8192"): {_FLASHINFER: 1975e-6},
+    ("tree", "B=256 8192+128"): {_FLAT: 1083e-6, _CASCADE: 432e-6},
+    ("tree", "B=256 2048+128"): {_FLAT: 310e-6, _CASCADE: 347e-6},
+    ("tree", "B=256 32768+256"): {_FLAT: 4396e-6, _CASCADE: 869e-6},
+    ("tree", "B=64 8192+128"): {_FLAT: 277e-6, _CASCADE: 214e-6},
+    ("extend", "B=1 0+8192"): {_FA2: 1.81e-3, _FA3: 1.08e-3},
+    ("extend", "B=8 0+2048"): {_FA2: 0.96e-3, _FA3: 0.67e-3},
+    ("extend", "B=32 1024+128"): {_FA2: 0.266e-3, _FA3: 0.184e-3},
+    ("extend", "B=8 4096+512"): {_FA2: 0.917e-3, _FA3: 0.614e-3},
+    ("extend", "B=4 0+4096 H=48/48 D=32"): {_SDPA_FA2: 1.054e-3, _SDPA_CUDNN: 0.933e-3},
+    ("extend", "B=4 0+4096 H=48/48 D=64"): {_SDPA_FA2: 1.419e-3, _SDPA_CUDNN: 0.965e-3},
+    ("extend", "B=4 0+4096 H=32/32"): {_SDPA_FA2: 1.718e-3, _SDPA_CUDNN: 1.036e-3},
+    ("extend", "B=1 0+16384 H=32/32"): {_SDPA_FA2: 6.59e-3, _SDPA_CUDNN: 3.83e-3},
+}
+"""Seconds of other implementations by `triton.testing.do_bench`, eager, with L2 flushed: by the group and shape of
+a case, and by name."""
 
 
-def _decode(flashinfer: float, share: float | None = 0.9, seconds: float | None = None) -> Goal:
+def _decode(shape: str, share: float | None = 0.9, seconds: float | None = None) -> Goal:
     """Never slower than FlashInfer; the floor is 1.15 times its time."""
-    return Goal(bandwidth_share=share, seconds=seconds or flashinfer, floor_seconds=1.15 * flashinfer)
+    theirs = PUBLISHED["decode", shape][_FLASHINFER]
+    return Goal(bandwidth_share=share, seconds=seconds or theirs, floor_seconds=1.15 * theirs)
 
 
-def _extend(fa2: float, fa3: float) -> Goal:
+def _tree(shape: str, seconds: float) -> Goal:
+    """The floor is the better of FlashInfer's times."""
+    return Goal(seconds=seconds, floor_seconds=min(PUBLISHED["tree", shape].values()))
+
+
+def _extend(shape: str) -> Goal:
     """85 % of FlashAttention-3's speed."""
-    return Goal(seconds=fa3 / 0.85, floor_seconds=fa2, stretch_seconds=fa3)
+    theirs = PUBLISHED["extend", shape]
+    return Goal(seconds=theirs[_FA3] / 0.85, floor_seconds=theirs[_FA2], stretch_seconds=theirs[_FA3])
 
 
-# By group and shape, as `Case` has them.
 GOALS = {
-    ("decode", "B=1 L=8192"): _decode(24.4e-6, share=None, seconds=22e-6),
-    ("decode", "B=64 L=2048"): _decode(144e-6),
-    ("decode", "B=256 L=1024"): _decode(283e-6),
-    ("decode", "B=256 L=8192"): _decode(1975e-6),
-    ("tree", "B=256 8192+128"): Goal(seconds=125e-6, floor_seconds=432e-6),
-    ("tree", "B=256 2048+128"): Goal(seconds=75e-6, floor_seconds=310e-6),
-    ("tree", "B=256 32768+256"): Goal(seconds=380e-6, floor_seconds=869e-6),
-    ("tree", "B=64 8192+128"): Goal(seconds=40e-6, floor_seconds=214e-6),
-    ("extend", "B=1 0+8192"): _extend(1.81e-3, 1.08e-3),
-    ("extend", "B=8 0+2048"): _extend(0.96e-3, 0.67e-3),
-    ("extend", "B=32 1024+128"): _extend(0.266e-3, 0.184e-3),
-    ("extend", "B=8 4096+512"): _extend(0.917e-3, 0.614e-3),
+    ("decode", "B=1 L=8192"): _decode("B=1 L=8192", share=None, seconds=22e-6),
+    **{("decode", shape): _decode(shape) for shape in ("B=64 L=2048", "B=256 L=1024", "B=256 L=8192")},
+    **{
+        ("tree", shape): _tree(shape, seconds)
+        for shape, seconds in (
+            ("B=256 8192+128", 125e-6),
+            ("B=256 2048+128", 75e-6),
+            ("B=256 32768+256", 380e-6),
+            ("B=64 8192+128", 40e-6),
+        )
+    },
+    **{
+        ("extend", shape): _extend(shape)
+        for shape in ("B=1 0+8192", "B=8 0+2048", "B=32 1024+128", "B=8 4096+512")
+    },
     ("extend", "B=4 0+4096 H=48/48 D=32"): Goal(seconds=1.054e-3),
     # Times of reading the logits once.
     ("sampling", "temperature 512x151936"): Goal(bandwidth_share=1 / 1.3),
@@ -99,40 +128,11 @@ GROUP_GOALS = {
 }
 
 
-def _flashinfer(**seconds: float) -> tuple[Published, ...]:
-    names = {"fa2": "FA2", "fa3": "FA3"}
-    return tuple(Published(f"FlashInfer 0.6.18 {names.get(name, name)}", s) for name, s in seconds.items())
-
-
-def _sdpa(fa2: float, cudnn: float) -> tuple[Published, ...]:
-    return Published("SDPA FlashAttention-2", fa2), Published("SDPA cuDNN", cudnn)
-
-
-PUBLISHED = {
-    ("decode", "B=1 L=8192"): (Published("FlashInfer 0.6.18", 24.4e-6),),
-    ("decode", "B=64 L=2048"): (Published("FlashInfer 0.6.18", 144e-6),),
-    ("decode", "B=256 L=1024"): (Published("FlashInfer 0.6.18", 283e-6),),
-    ("decode", "B=256 L=8192"): (Published("FlashInfer 0.6.18", 1975e-6),),
-    ("tree", "B=256 8192+128"): _flashinfer(flat=1083e-6, cascade=432e-6),
-    ("tree", "B=256 2048+128"): _flashinfer(flat=310e-6, cascade=347e-6),
-    ("tree", "B=256 32768+256"): _flashinfer(flat=4396e-6, cascade=869e-6),
-    ("tree", "B=64 8192+128"): _flashinfer(flat=277e-6, cascade=214e-6),
-    ("extend", "B=1 0+8192"): _flashinfer(fa2=1.81e-3, fa3=1.08e-3),
-    ("extend", "B=8 0+2048"): _flashinfer(fa2=0.96e-3, fa3=0.67e-3),
-    ("extend", "B=32 1024+128"): _flashinfer(fa2=0.266e-3, fa3=0.184e-3),
-    ("extend", "B=8 4096+512"): _flashinfer(fa2=0.917e-3, fa3=0.614e-3),
-    ("extend", "B=4 0+4096 H=48/48 D=32"): _sdpa(1.054e-3, 0.933e-3),
-    ("extend", "B=4 0+4096 H=48/48 D=64"): _sdpa(1.419e-3, 0.965e-3),
-    ("extend", "B=4 0+4096 H=32/32"): _sdpa(1.718e-3, 1.036e-3),
-    ("extend", "B=1 0+16384 H=32/32"): _sdpa(6.59e-3, 3.83e-3),
-}
-
-
 def goal_of(group: str, shape: str) -> Goal | None:
     """The goal of a shape, or else of its group, or None."""
     return GOALS.get((group, shape), GROUP_GOALS.get(group))
 
 
-def published_times(group: str, shape: str, machine: Machine) -> tuple[Published, ...]:
-    """The published times of a shape, if they were measured on this card."""
-    return PUBLISHED.get((group, shape), ()) if machine.name.startswith(CARD) else ()
+def published_times(group: str, shape: str, machine: Machine) -> Mapping[str, float]:
+    """The published times of a shape by their names, in seconds, if they were measured on this card."""
+    return PUBLISHED.get((group, shape), {}) if machine.name.startswith(CARD) else {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from radixrt.bench.kernels.case import Call, Case, Contender, Expected
+from radixrt.bench.kernels.case import Call, Case, Contender, Expected, seeded
 from radixrt.bench.kernels.roofline import Work
 from triton_ops.kv.kv_copy import kv_copy
 
@@ -58,22 +58,17 @@ class Copying:
         return self.memory.permute(1, 2, 0, 3, 4)
 
 
-def _inputs(shape: Shape, scattered: bool, device: torch.device, copies: int) -> Sequence[Copying]:
-    generator = torch.Generator(device).manual_seed(0)
+def _inputs(shape: Shape, scattered: bool, generator: torch.Generator) -> Copying:
+    device = generator.device
     n, layers, heads = shape.num_tokens, shape.num_layers, (shape.num_kv_heads, shape.head_dim)
-
-    def one() -> Copying:
-        pool = torch.randn(layers, 2, 2 * n, *heads, dtype=DTYPE, device=device, generator=generator)
-        values = torch.randn(n, layers, 2, *heads, dtype=DTYPE, device=device, generator=generator)
-        memory = torch.empty(values.shape, dtype=DTYPE, device="cpu", pin_memory=device.type == "cuda")
-        memory.copy_(values)
-        slots = torch.randperm(2 * n, device=device, generator=generator).int()
-        order = (
-            torch.randperm(n, device=device, generator=generator) if scattered else torch.arange(n, device=device)
-        )
-        return Copying(pool, memory, slots[:n], order.int(), slots[n:])
-
-    return [one() for _ in range(copies)]
+    random = partial(torch.randn, dtype=DTYPE, device=device, generator=generator)
+    permuted = partial(torch.randperm, device=device, generator=generator)
+    pool, values = random(layers, 2, 2 * n, *heads), random(n, layers, 2, *heads)
+    memory = torch.empty(values.shape, dtype=DTYPE, device="cpu", pin_memory=device.type == "cuda")
+    memory.copy_(values)
+    slots = permuted(2 * n).int()
+    order = permuted(n) if scattered else torch.arange(n, device=device)
+    return Copying(pool, memory, slots[:n], order.int(), slots[n:])
 
 
 def _run(way: Way, c: Copying, impl: Any) -> None:
@@ -141,7 +136,7 @@ def kv_copy_case(shape: Shape, way: Way, scattered: bool = True) -> Case[Copying
         f"{way} {shape}",
         "" if way == "in the pool" else "scattered" if scattered else "a run",
         work[way],
-        partial(_inputs, shape, scattered),
+        seeded(partial(_inputs, shape, scattered)),
         partial(_sent, way),
         tuple(contenders),
     )

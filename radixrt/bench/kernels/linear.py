@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from layers.linear import Linear
 from layers.placement import Placement
-from radixrt.bench.kernels.case import Call, Case, Contender, Expected
+from radixrt.bench.kernels.case import Call, Case, Contender, Expected, seeded
 from radixrt.bench.kernels.roofline import Work
 from triton_ops.norms.rms_norm import add_rms_norm
 
@@ -57,21 +58,14 @@ def _expected(inputs: LinearInputs) -> Expected:
 def linear_case(num_rows: int, depth: int, num_columns: int) -> Case[LinearInputs]:
     """`num_rows` tokens, from `depth` to `num_columns` elements."""
 
-    def inputs(device: torch.device, copies: int) -> Sequence[LinearInputs]:
-        generator = torch.Generator(device).manual_seed(0)
-
-        def random(*shape: int) -> Tensor:
-            return torch.randn(shape, dtype=DTYPE, device=device, generator=generator)
-
-        return [
-            LinearInputs(
-                random(num_rows, depth),
-                random(num_columns, depth).mul_(depth**-0.5),
-                random(num_rows, num_columns),
-                random(num_columns),
-            )
-            for _ in range(copies)
-        ]
+    def inputs(generator: torch.Generator) -> LinearInputs:
+        random = partial(torch.randn, dtype=DTYPE, device=generator.device, generator=generator)
+        return LinearInputs(
+            random(num_rows, depth),
+            random(num_columns, depth).mul_(depth**-0.5),
+            random(num_rows, num_columns),
+            random(num_columns),
+        )
 
     # x, weight and norm_weight are read, the residual is read and written, its norm is written.
     elements = num_rows * depth + num_columns * depth + num_columns + 3 * num_rows * num_columns
@@ -80,7 +74,7 @@ def linear_case(num_rows: int, depth: int, num_columns: int) -> Case[LinearInput
         f"{num_rows}x{depth} to {num_columns}",
         "",
         Work(elements * DTYPE.itemsize, flops=2.0 * num_rows * depth * num_columns),
-        inputs,
+        seeded(inputs),
         _expected,
         (Contender("radixrt", _ours), Contender("cuBLAS", _cublas)),
     )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from radixrt.bench.kernels.case import Call, Case, Contender, Expected
+from radixrt.bench.kernels.case import Call, Case, Contender, Expected, seeded
 from radixrt.bench.kernels.roofline import Work
 from triton_ops.activations.quantised_rows import BLOCK, quantise_rows
 from triton_ops.e4m3 import E4M3, E4M3_MAX
@@ -64,26 +64,19 @@ def _expected(inputs: E4M3Inputs) -> Expected:
 def e4m3_case(num_rows: int, depth: int, num_columns: int, *, blocks: bool) -> Case[E4M3Inputs]:
     """`num_rows` tokens, from `depth` to `num_columns` elements, with scales of blocks or of rows."""
 
-    def inputs(device: torch.device, copies: int) -> Sequence[E4M3Inputs]:
-        generator = torch.Generator(device).manual_seed(0)
-
-        def made() -> E4M3Inputs:
-            x = torch.randn(num_rows, depth, device=device, generator=generator).mul_(64)
-            x = x.clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3).to(DTYPE)
-            x[:, ::BLOCK] = E4M3_MAX  # all scales are 1
-            wide = torch.randn(num_columns, depth, device=device, generator=generator).mul_(depth**-0.5)
-            codes, scale = quantised_weight(wide, blocks=blocks)
-            return E4M3Inputs(x, codes, scale, dequantised_weight(codes, scale).to(DTYPE))
-
-        return [made() for _ in range(copies)]
+    def inputs(generator: torch.Generator) -> E4M3Inputs:
+        random = partial(torch.randn, device=generator.device, generator=generator)
+        x = random(num_rows, depth).mul_(64).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3).to(DTYPE)
+        x[:, ::BLOCK] = E4M3_MAX  # all scales are 1
+        codes, scale = quantised_weight(random(num_columns, depth).mul_(depth**-0.5), blocks=blocks)
+        return E4M3Inputs(x, codes, scale, dequantised_weight(codes, scale).to(DTYPE))
 
     contenders = [Contender("radixrt", _ours), Contender("Triton", partial(_by, scaled_product))]
     if blocks:
         contenders.append(Contender("torch", partial(_by, torch_scaled_product)))
     else:
-        contenders.append(
-            Contender("torch, exact sums", partial(_by, partial(torch_scaled_product, fast_sums=False)))
-        )
+        exact = partial(torch_scaled_product, fast_sums=False)
+        contenders.append(Contender("torch, exact sums", partial(_by, exact)))
     # x and the weight are read, the result is written.
     num_bytes = (num_rows * depth + num_rows * num_columns) * DTYPE.itemsize + num_columns * depth
     return Case(
@@ -91,7 +84,7 @@ def e4m3_case(num_rows: int, depth: int, num_columns: int, *, blocks: bool) -> C
         f"{num_rows}x{depth} to {num_columns}",
         "blocks" if blocks else "rows",
         Work(num_bytes, flops=2.0 * num_rows * depth * num_columns, in_e4m3=True),
-        inputs,
+        seeded(inputs),
         _expected,
         (*contenders, Contender("bf16", _unquantised)),
     )

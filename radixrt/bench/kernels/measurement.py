@@ -143,8 +143,8 @@ class Result:
                 for m in self.measurements
             ],
             "published": [
-                {"name": p.name, "eager_seconds": p.seconds}
-                for p in published_times(case.group, case.shape, self.machine)
+                {"name": name, "eager_seconds": seconds}
+                for name, seconds in published_times(case.group, case.shape, self.machine).items()
             ],
         }
 

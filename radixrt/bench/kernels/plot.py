@@ -12,12 +12,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from numpy import linspace
 
-OURS, THEIRS, PUBLISHED, GOAL = "#1b6ca8", "#c9c9c9", "#ececec", "#d1495b"
+from radixrt.bench.pictures import GOAL, OURS, THEIRS, Bar, draw_blocks, mark
+
+PUBLISHED = "#ececec"
 BAR = 0.26  # inches
-
-Bar = tuple[str, float, str]
-"""A bar's name, length in percent, and colour."""
-
 
 Figures = Mapping[str, Any]
 """Figures of a case: `Result.to_dict`."""
@@ -46,7 +44,7 @@ def _plot_bars(results: Sequence[Figures], file: Path, *, title: str) -> None:
 
 
 def _bars(result: Figures) -> list[Bar]:
-    """Ours first, though it may have no time."""
+    """In percent; ours first, though it may have no time."""
     ours, *theirs = result["measurements"]
     name = f"{result['group']}  {result['shape']} {result['variant']}".strip()
     bars = [(name, ours["percent_of_bound"] or 0.0, OURS)]
@@ -72,23 +70,12 @@ def _middle(heights: Sequence[int]) -> int:
 
 
 def _plot_column(axes: Any, results: Sequence[Figures], blocks: Sequence[list[Bar]], height: int) -> None:
-    line = 0
-    ticks: dict[int, str] = {}
-    for result, block in zip(results, blocks, strict=True):
-        lines = range(line, line + len(block))
-        ticks |= dict(zip(lines, (name for name, _, _ in block), strict=True))
-        bars = axes.barh(lines, [share for _, share, _ in block], 0.8, color=[colour for _, _, colour in block])
-        axes.bar_label(bars, [f"{share:.0f}" if share else "" for _, share, _ in block], padding=4, fontsize=8)
+    for result, line in zip(results, draw_blocks(axes, blocks, ".0f"), strict=True):
         if result["goal_seconds"] is not None:
             goal = _percent(result, result["goal_seconds"])
-            axes.plot(goal, line, "|", color=GOAL, markersize=14, markeredgewidth=2)
+            mark(axes, goal, line, GOAL, 14)
             axes.annotate("goal", (goal, line - 0.5), color=GOAL, fontsize=7, ha="center", va="bottom")
-        line += len(block) + 1  # a line between two cases
-    axes.set_yticks(list(ticks), list(ticks.values()), fontsize=8)
     axes.set_ylim(height - 0.5, -1.5)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_axisbelow(True)
 
 
 MIN_POINTS = 3  # of a line

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from radixrt.bench.catalogue import GROUPS, matching_cases
+from radixrt.bench.catalogue import GROUPS
 from radixrt.bench.kernels.attention import attention_cases, attention_sweep
 from radixrt.bench.kernels.backward import backward_cases
 from radixrt.bench.kernels.case import Case
@@ -27,7 +28,7 @@ from radixrt.bench.kernels.roofline import Machine
 from radixrt.bench.kernels.sampling import sampling_cases, sampling_sweep
 from radixrt.bench.kernels.table import Report
 from radixrt.bench.kernels.tree import tree_cases, tree_sweep
-from radixrt.bench.report import check_files, wide_console, write_json
+from radixrt.bench.report import check_files, told, wide_console, write_json
 from radixrt.errors import ParameterError, RadixrtError
 from radixrt.version import __version__
 from triton_ops.implementation import triton
@@ -79,6 +80,27 @@ def choose_cases(options: Options) -> list[Case[Any]]:
     return [cases[i] for i in matching_cases(options.only, [(case.group, case.name) for case in cases])]
 
 
+def matching_cases(only: Sequence[str], cases: Sequence[tuple[str, str]]) -> list[int]:
+    """Indices of the cases (group, name) that match a pattern, in order; without patterns, of all.
+
+    A pattern is GROUP or GROUP/NAME with * and ?. Raises ParameterError if one matches no case.
+    """
+    if not only:
+        return list(range(len(cases)))
+    found: set[int] = set()
+    for pattern in only:
+        group, _, name = pattern.partition("/")
+        if group not in GROUPS:
+            raise ParameterError(f"only is {pattern!r}; its group must be one of: {', '.join(GROUPS)}")
+        members = [i for i, case in enumerate(cases) if case[0] == group]
+        matching = [i for i in members if fnmatchcase(cases[i][1], name or "*")]
+        if not matching:
+            names = ", ".join(repr(cases[i][1]) for i in members)
+            raise ParameterError(f"only is {pattern!r}, which is none of {group}'s: {names}")
+        found.update(matching)
+    return sorted(found)
+
+
 def _without_compiled(case: Case[Any]) -> Case[Any]:
     """The case without torch.compile, which takes too long for a sweep."""
     return replace(case, contenders=tuple(c for c in case.contenders if not c.compiles))
@@ -100,7 +122,7 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
     device = torch.device("cuda", torch.cuda.current_device())
     machine = measure_machine(timer, device)
     environment = {"radixrt": __version__, "torch": torch.__version__, "triton": triton.__version__}
-    console.print(", ".join(f"{name} {value}" for name, value in environment.items()))
+    console.print(told(environment))
     console.print(describe(machine))
     report = Report(console)
     results: list[Result] = []

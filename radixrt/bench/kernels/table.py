@@ -11,6 +11,7 @@ from rich.table import Table
 from radixrt.bench.kernels.case import MAX_SLOWER
 from radixrt.bench.kernels.goals import published_times
 from radixrt.bench.kernels.measurement import Measurement, Result
+from radixrt.bench.report import figure_table
 
 _CAPTION = (
     "eager: do_bench, L2 flushed. graph: captured, through as many sets of inputs as exceed twice the L2. us, "
@@ -67,17 +68,15 @@ def _have_plans(results: Sequence[Result]) -> bool:
 
 
 def _table(results: Sequence[Result], notes: dict[str, int]) -> Table:
-    table = Table(title=results[0].case.group, title_justify="left", title_style="bold")
-    table.add_column("", no_wrap=True)
     headers = _PLAN_HEADERS if _have_plans(results) else _HEADERS
-    for header in headers:
-        table.add_column(header, justify="right", no_wrap=True)
+    table = figure_table(results[0].case.group, "", *headers)
     for result in results:
         for measurement in result.measurements:
             name, cells = _cells(result, measurement, notes)
             table.add_row(name, *(cells[header] for header in headers))
-        for published in published_times(result.case.group, result.case.shape, result.machine):
-            name, cells = _cells(result, Measurement(published.name, eager_seconds=published.seconds), notes)
+        published = published_times(result.case.group, result.case.shape, result.machine)
+        for whose, seconds in published.items():
+            name, cells = _cells(result, Measurement(whose, eager_seconds=seconds), notes)
             table.add_row(f"{name}, published", *(cells[header] for header in headers), style="dim")
         table.add_section()
     return table

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixrt.bench.kernels.attention import planned_decode, planned_ordered_decode
+from radixrt.bench.kernels.attention import planned_decode
 from radixrt.bench.kernels.attention_inputs import (
     AttentionInputs,
     AttentionShape,
@@ -119,8 +119,7 @@ def our_decode(inputs: AttentionInputs, shape: TreeShape, *, tree: bool, determi
     read = int(plan.item_lens.sum()) + int(plan.shared_lens.sum())
     shared_items = int(np.count_nonzero(plan.shared_lens))
     figures = PlanFigures(median(seconds), read / shape.distinct, shared_items)
-    planned = planned_ordered_decode if deterministic else planned_decode
-    return replace(planned(inputs, plan.to(device)), plan=figures)
+    return replace(planned_decode(inputs, plan.to(device), deterministic=deterministic), plan=figures)
 
 
 def tree_case(shape: TreeShape) -> Case[AttentionInputs]:

@@ -12,18 +12,11 @@ from typing import Any
 from tqdm import tqdm
 
 from radixrt.bench.catalogue import ABLATIONS, SCALES
-from radixrt.bench.report import check_files, reason_of, wide_console, write_json
-from radixrt.bench.run import Run, answer, program_of, run_once
+from radixrt.bench.report import check_files, told, wide_console, write_json
+from radixrt.bench.run import Run, Runs, answer, program_of, run_once
 from radixrt.bench.subject import device_speed, environment_of, model_of, model_shape
 from radixrt.bench.throughput.engine_process import EngineProcess, check_installed
-from radixrt.bench.throughput.engine_worker import ENGINES
-from radixrt.bench.throughput.figures import (
-    BaselineEngine,
-    BaselineRun,
-    ShapeFigures,
-    WorkloadFigures,
-    goal_of,
-)
+from radixrt.bench.throughput.figures import BaselineEngine, ShapeFigures, WorkloadFigures, goal_of
 from radixrt.bench.throughput.options import Options
 from radixrt.bench.throughput.passes import (
     busy_seconds,
@@ -34,7 +27,6 @@ from radixrt.bench.throughput.passes import (
 )
 from radixrt.bench.throughput.start_up import cold_and_warm, measure_start_up
 from radixrt.bench.throughput.table import print_comparison, print_details, print_start_up, print_workloads
-from radixrt.bench.throughput.transformers_batching import TransformersBatching
 from radixrt.execution.device import choose_device
 from radixrt.runtime import Runtime
 from radixrt.workloads.bound import DeviceSpeed
@@ -58,7 +50,7 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
     environment = environment_of(options.device, options.model or named)
     if options.num_cards > 1:
         environment["cards"] = f"{options.num_cards} ({options.tp} ranks, {options.pp} stages)"
-    console.print(", ".join(f"{name} {value}" for name, value in environment.items()))
+    console.print(told(environment))
     if options.scale == "full" and choose_device(options.device).type == "cpu":
         print("radixrt: these sizes are for a GPU; --scale cpu has sizes for a CPU", file=sys.stderr)
     shapes = [_shape_figures(config, options, environment["device"]) for config in options.subjects]
@@ -85,7 +77,7 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
         if options.baseline is not None:
             for figures in shapes:  # after all our own measurements, which a failure there cannot touch
                 with _measurement(figures, options, done) as measurement:
-                    measurement.measure_baseline()
+                    measurement.measure_baseline(options.baseline)
     for figures in shapes:
         print_comparison(figures, console)
     if plot_file is not None:
@@ -96,13 +88,11 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
 
 
 def _shape_figures(config: str | None, options: Options, device_name: str) -> ShapeFigures:
+    name = options.model or f"{config} (random weights)"
+    goals = {workload: goal_of(config, workload, device_name) for workload in options.workloads}
+    has_goals = options.num_cards == 1 and options.in_bf16
     return ShapeFigures(
-        config,
-        options.model or f"{config} (random weights)",
-        [
-            WorkloadFigures(name, goal_of(config, name, device_name) if options.num_cards == 1 else None)
-            for name in options.workloads
-        ],
+        config, name, [WorkloadFigures(w, goal if has_goals else None) for w, goal in goals.items()]
     )
 
 
@@ -125,7 +115,7 @@ def _parts(options: Options) -> int:
 def _report(options: Options, environment: dict[str, str], shapes: Sequence[ShapeFigures]) -> dict[str, Any]:
     return {
         "environment": environment,
-        "options": asdict(options) | {"trace": None if options.trace is None else str(options.trace)},
+        "options": asdict(options),
         "shapes": [figures.to_dict() for figures in shapes],
     }
 
@@ -151,7 +141,6 @@ class ShapeMeasurement:
         self.figures = figures
         self.options = options
         self.device = choose_device(options.device)
-        self._load_format = load_format
         scale = SCALES[options.scale]
         self._runtime_options: dict[str, Any] = {
             "model": str(model),
@@ -178,7 +167,7 @@ class ShapeMeasurement:
             self.figures.vocab_size = runtime.config.vocab_size
             for workload in self.figures.workloads:
                 for run in self._repetitions(runtime, workload.workload):
-                    workload.runs += (run,)
+                    workload.runs.append(run)
                     self._done(workload.workload)
             if self.options.idle and self.device.type == "cuda":
                 for workload in self.figures.workloads:
@@ -188,17 +177,18 @@ class ShapeMeasurement:
                 self.figures.step = measure_step(runtime)
                 self._done("decode steps")
             if self.options.trace is not None:
-                prompts = self._prompts("unshared", self.options.seed)
-                self.figures.profiles = profile_passes(runtime, prompts, self.options.trace, self.file_name)
+                prompts, name = self._prompts("unshared", self.options.seed), self.figures.config or "model"
+                self.figures.profiles = profile_passes(runtime, prompts, self.options.trace, name)
                 self._done("profiles")
 
     def measure_ablation(self, ablation: str) -> None:
         """Measure all repetitions with a part of the engine switched off."""
-        with Runtime(**self._runtime_options, **ABLATIONS[ablation]) as runtime:
+        _, options = ABLATIONS[ablation]
+        with Runtime(**self._runtime_options, **options) as runtime:
             for workload in self.figures.workloads:
-                workload.ablated[ablation] = ()
+                runs = workload.ablated[ablation] = Runs()
                 for run in self._repetitions(runtime, workload.workload):
-                    workload.ablated[ablation] += (run,)
+                    runs.append(run)
                     self._done(f"{workload.workload}, {ablation}")
 
     def measure_start_up(self) -> None:
@@ -209,48 +199,27 @@ class ShapeMeasurement:
             self.figures.warm = measure_start_up(self._runtime_options)
         self._done("start-up")
 
-    def measure_baseline(self) -> None:
-        """Run the lists of the first repetition through another engine. An exception becomes the reason."""
-        try:
-            baseline = self._open_baseline()
-        except Exception as error:  # of any kind: our own figures are still shown
-            failed = BaselineRun(reason=reason_of(error))
-            for workload in self.figures.workloads:
-                workload.baseline = failed
-                self._done(f"{workload.workload}, {self.options.baseline}")
-            return
-        with contextlib.closing(baseline):
+    def measure_baseline(self, engine: str) -> None:
+        """Run the lists of the first repetition through another engine. A failure becomes the reason."""
+        with contextlib.closing(self._other_engine(engine)) as baseline:
             for workload in self.figures.workloads:
                 prompts = self._prompts(workload.workload, self.options.seed)
                 warm_up = self._warm_up_prompts(workload.workload)
                 workload.baseline = baseline.run(prompts, warm_up, self.options.baseline_limit)
                 self.figures.baseline = BaselineEngine(baseline.name, baseline.settings)
-                self._done(f"{workload.workload}, {self.options.baseline}")
+                self._done(f"{workload.workload}, {engine}")
 
-    def _open_baseline(self) -> TransformersBatching | EngineProcess:
-        name, scale = self.options.baseline, SCALES[self.options.scale]
-        common: dict[str, Any] = {
-            "load_format": self._load_format,
-            "device": self.device,
-            "seed": self.options.seed,
-        }
-        if name in ENGINES:
-            return EngineProcess(name, self._runtime_options["model"], **common)
-        return TransformersBatching(
-            self._runtime_options["model"],
-            max_total_tokens=scale.max_total_tokens,
-            max_batch_tokens=scale.chunked_prefill_size,
-            **common,
-        )
-
-    @property
-    def file_name(self) -> str:
-        """Name of the shape in files of traces."""
-        return self.figures.config or "model"
+    def _other_engine(self, engine: str) -> EngineProcess:
+        options = {name: self._runtime_options[name] for name in ("model", "load_format", "seed")}
+        if engine == "transformers":
+            options["device"] = self.device.type
+            options["max_total_tokens"] = self._runtime_options["max_total_tokens"]
+            options["max_batch_tokens"] = self._runtime_options["chunked_prefill_size"]
+        return EngineProcess(engine, options, self.device)
 
     def _repetitions(self, runtime: Runtime, name: str) -> Iterator[Run]:
         first = self.options.seed
-        self._warm_up(runtime, name)
+        answer(runtime, self._warm_up_prompts(name))
         for repetition in range(first, first + self.options.repeat):
             yield self._run(runtime, name, repetition)
 
@@ -259,10 +228,7 @@ class ShapeMeasurement:
         if speed is not None:  # what goes from card to card takes no time in the bound
             cards = self.options.num_cards
             speed = DeviceSpeed(cards * speed.bandwidth, cards * speed.flops)
-        return run_once(runtime, self._program(name, repetition), model_shape(runtime, "auto"), speed)
-
-    def _warm_up(self, runtime: Runtime, name: str) -> None:
-        answer(runtime, self._warm_up_prompts(name))
+        return run_once(runtime, self._program(name, repetition), model_shape(runtime), speed)
 
     def _warm_up_prompts(self, name: str) -> list[WorkloadPrompt]:
         """Other prompts of the same kind, with few new tokens."""
@@ -279,6 +245,4 @@ class ShapeMeasurement:
         return next(self._program(name, repetition))  # a list is a program of one round
 
     def _program(self, name: str, repetition: int) -> Program:
-        return program_of(
-            name, SCALES[self.options.scale].sizes.get(name, {}), self.figures.vocab_size, repetition
-        )
+        return program_of(name, SCALES[self.options.scale], self.figures.vocab_size, repetition)

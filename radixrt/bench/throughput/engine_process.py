@@ -1,4 +1,4 @@
-"""vLLM or SGLang on the same lists, in a process of its own that `engine_worker` is the program of."""
+"""Another engine on the same lists, in a process of its own that `engine_worker` is the program of."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -24,12 +23,12 @@ from radixrt.errors import ParameterError, RadixrtError
 from radixrt.workloads.lists import WorkloadPrompt
 
 START_SECONDS = 1800  # of an engine that loads, compiles and captures
-_PRODUCTS = {"vllm": "vLLM", "sglang": "SGLang"}
+_PRODUCTS = {"vllm": "vLLM", "sglang": "SGLang", "transformers": "transformers"}
 
 
 def check_installed(baseline: str | None) -> None:
     """Raise ParameterError, which says how to install it, if the engine of a baseline is not there."""
-    if baseline in _PRODUCTS and importlib.util.find_spec(baseline) is None:
+    if baseline is not None and importlib.util.find_spec(baseline) is None:
         raise ParameterError(
             f"baseline {baseline} needs {_PRODUCTS[baseline]}, which is not installed: make a virtual environment "
             f"for it, run `pip install {baseline}` and then `pip install .` there, and start the benchmark from it"
@@ -40,22 +39,18 @@ class EngineProcess:
     """A process with another engine, which is started for the first list, and anew after one that did not end.
 
     Args:
-        engine: "vllm" or "sglang".
-        model: folder or id.
-        load_format: "auto", or "dummy": random weights for config.json.
-        device: where it runs.
-        seed: of random weights and draws.
+        engine: one of `engine_worker.ENGINES`.
+        options: its keyword arguments, of JSON's types.
+        device: the one GPU that it sees, or the CPU.
 
     Attributes:
         name, settings: of the engine, with its version once it runs; no settings before.
     """
 
-    def __init__(
-        self, engine: str, model: str | Path, *, load_format: str, device: torch.device, seed: int
-    ) -> None:
+    def __init__(self, engine: str, options: Mapping[str, Any], device: torch.device) -> None:
         self.name = _PRODUCTS[engine]
         self.settings: dict[str, Any] = {}
-        self._arguments = {"engine": engine, "model": str(model), "load_format": load_format, "seed": seed}
+        self._arguments = {"engine": engine, **options}
         self._environment = {**os.environ, **only_visible(device)}
         self._worker: _Worker | None = None
         self._failed: str | None = None  # why it cannot be started

@@ -1,9 +1,9 @@
-"""A program that runs lists of prompts through vLLM or SGLang, started and timed by `engine_process`.
+"""A program that runs lists of prompts through another engine, started by `engine_process`.
 
-Its one argument is JSON, the keyword arguments of `open_engine`. It prints lines of JSON: one when the engine is
-up, with its name, version and settings; then, for each line on standard input (`temperature`, `warm_up` and
-`prompts`, each of [token ids, new tokens]), one when it is warm and one with the list's seconds and tokens, or the
-error.
+Its one argument is JSON: `engine`, one of ENGINES, and its keyword arguments. It prints lines of JSON: one when
+the engine is up, with its name, version and settings; then, for each line on standard input (`temperature`,
+`warm_up` and `prompts`, each of [token ids, new tokens]), one when it is warm and one with the list's seconds and
+tokens, or the error.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
+
+from radixrt.bench.throughput.transformers_batching import TransformersBatching
 
 MAX_REQUESTS, PASS_TOKENS = 512, 16_384  # of passes; radixrt runs up to 2,048 requests at once by default
 
-Listed = Sequence[tuple[list[int], int]]
+Listed = list[tuple[list[int], int]]
 """Prompts with the number of tokens to generate for each."""
 
 
@@ -28,11 +30,11 @@ class Engine(Protocol):
     name: str
     settings: dict[str, Any]
 
+    def warm_up(self, warm_up: Listed, prompts: Listed, temperature: float) -> None:
+        """Get ready to answer `prompts`, by other prompts of their kind; nothing is cached then."""
+
     def answer(self, prompts: Listed, temperature: float) -> int:
         """Answer a list in one call. Returns the number of generated tokens."""
-
-    def forget(self) -> None:
-        """Empty the prefix cache."""
 
 
 class VLLM:
@@ -54,6 +56,11 @@ class VLLM:
         self._params = vllm.SamplingParams
         self.name = f"vLLM {vllm.__version__}"
 
+    def warm_up(self, warm_up: Listed, prompts: Listed, temperature: float) -> None:
+        self.answer(warm_up, temperature)
+        if self._llm.reset_prefix_cache() is False:
+            raise RuntimeError("vLLM's prefix cache could not be emptied")
+
     def answer(self, prompts: Listed, temperature: float) -> int:
         detokenize = not self.settings["skip_tokenizer_init"]
         outputs = self._llm.generate(
@@ -65,10 +72,6 @@ class VLLM:
             use_tqdm=False,
         )
         return sum(len(output.outputs[0].token_ids) for output in outputs)
-
-    def forget(self) -> None:
-        if self._llm.reset_prefix_cache() is False:
-            raise RuntimeError("vLLM's prefix cache could not be emptied")
 
 
 class SGLang:
@@ -90,6 +93,10 @@ class SGLang:
         self._engine = sglang.Engine(model_path=model, **self.settings)
         self.name = f"SGLang {sglang.__version__}"
 
+    def warm_up(self, warm_up: Listed, prompts: Listed, temperature: float) -> None:
+        self.answer(warm_up, temperature)
+        self._engine.flush_cache()
+
     def answer(self, prompts: Listed, temperature: float) -> int:
         outputs = self._engine.generate(
             input_ids=[ids for ids, _ in prompts],
@@ -99,16 +106,12 @@ class SGLang:
         )
         return sum(output["meta_info"]["completion_tokens"] for output in outputs)
 
-    def forget(self) -> None:
-        self._engine.flush_cache()
 
-
-ENGINES: dict[str, type[VLLM] | type[SGLang]] = {"vllm": VLLM, "sglang": SGLang}
-
-
-def open_engine(engine: str, model: str, *, load_format: str, seed: int) -> Engine:
-    """Start an engine of ENGINES. `load_format` is "auto" or "dummy", which both know."""
-    return ENGINES[engine](model, load_format=load_format, seed=seed)
+ENGINES: dict[str, Callable[..., Engine]] = {
+    "vllm": VLLM,
+    "sglang": SGLang,
+    "transformers": TransformersBatching,
+}
 
 
 def main() -> None:
@@ -119,13 +122,13 @@ def main() -> None:
     def tell(**values: Any) -> None:
         print(json.dumps(values), file=lines, flush=True)
 
-    engine = open_engine(**json.loads(sys.argv[1]))
+    options = json.loads(sys.argv[1])
+    engine = ENGINES[options.pop("engine")](**options)
     tell(name=engine.name, settings=engine.settings)
     for line in sys.stdin:
         job = json.loads(line)
         try:
-            engine.answer(job["warm_up"], job["temperature"])
-            engine.forget()
+            engine.warm_up(job["warm_up"], job["prompts"], job["temperature"])
             tell(is_warm=True)
             began = time.perf_counter()
             tokens = engine.answer(job["prompts"], job["temperature"])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from statistics import median
 from typing import Any
 
 from radixrt.bench.kernels.goals import CARD
-from radixrt.bench.run import Run, best_hit_rate, hit_rate
+from radixrt.bench.run import Runs
 from radixrt.workloads.lists import VOCAB_SIZE
 
 
@@ -115,66 +113,22 @@ class WorkloadFigures:
 
     workload: str
     goal: float | None
-    runs: tuple[Run, ...] = ()
-    ablated: dict[str, tuple[Run, ...]] = field(default_factory=dict)
+    runs: Runs = field(default_factory=Runs)
+    ablated: dict[str, Runs] = field(default_factory=dict)
     idle_share: float | None = None
     baseline: BaselineRun | None = None
 
     @property
-    def seconds(self) -> float:
-        """Median."""
-        return median(run.seconds for run in self.runs)
-
-    @property
-    def output_tokens_per_second(self) -> float:
-        """Median."""
-        return median(run.generated_tokens / run.seconds for run in self.runs)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Prompt and generated tokens a second; median."""
-        return median((run.prompt_tokens + run.generated_tokens) / run.seconds for run in self.runs)
-
-    @property
-    def hit_rate(self) -> float:
-        """cached_tokens over prompt_tokens of all repetitions, 0 to 1."""
-        return hit_rate(self.runs)
-
-    @property
-    def best_hit_rate(self) -> float:
-        """The best possible one: see `program_statistics`."""
-        return best_hit_rate(self.runs)
-
-    @property
-    def bound_seconds(self) -> float | None:
-        """Median; None if the device's speed is unknown."""
-        return self._over_bound(lambda run, bound: bound)
-
-    @property
-    def times_bound(self) -> float | None:
-        """Seconds over the bound of the same list, median: 1 is the device's limit."""
-        return self._over_bound(lambda run, bound: run.seconds / bound)
-
-    @property
     def goal_seconds(self) -> float | None:
         """The longest time that meets the goal; median."""
-        bound = self.bound_seconds
+        bound = self.runs.bound_seconds
         return None if self.goal is None or bound is None else self.goal * bound
 
     @property
     def is_met(self) -> bool | None:
         """Whether the goal is met; None without a goal or a bound."""
-        times = self.times_bound  # each repetition has its own list
+        times = self.runs.times_bound  # each repetition has its own list
         return None if self.goal is None or times is None else times <= self.goal
-
-    def seconds_without(self, ablation: str) -> float | None:
-        """Median with a part switched off; None if it was not measured."""
-        runs = self.ablated.get(ablation)
-        return median(run.seconds for run in runs) if runs else None
-
-    def _over_bound(self, figure: Callable[[Run, float], float]) -> float | None:
-        figures = [figure(run, run.bound_seconds) for run in self.runs if run.bound_seconds is not None]
-        return median(figures) if figures else None
 
     def to_dict(self) -> dict[str, Any]:
         """Medians and each run as JSON values."""
@@ -186,17 +140,16 @@ class WorkloadFigures:
             "best_hit_rate",
             "bound_seconds",
             "times_bound",
-            "goal_seconds",
-            "is_met",
         )
         return {
             "workload": self.workload,
-            **{name: getattr(self, name) for name in names},
+            **{name: getattr(self.runs, name) for name in names},
+            "goal_seconds": self.goal_seconds,
+            "is_met": self.is_met,
             "idle_share": self.idle_share,
-            "runs": [asdict(run) for run in self.runs],
+            "runs": self.runs.to_json(),
             "ablations": {
-                name: {"seconds": self.seconds_without(name), "runs": [asdict(run) for run in runs]}
-                for name, runs in self.ablated.items()
+                name: {"seconds": runs.seconds, "runs": runs.to_json()} for name, runs in self.ablated.items()
             },
             "baseline": None if self.baseline is None else asdict(self.baseline),
         }

@@ -8,14 +8,11 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from radixrt.bench.pictures import BOUND, GOAL, OURS, THEIRS, Bar, draw_blocks, mark
 from radixrt.bench.throughput.figures import ShapeFigures, WorkloadFigures
 
-OURS, BASELINE, BOUND, GOAL = "#1b6ca8", "#c9c9c9", "#2b2b2b", "#d1495b"
 ABLATED = ("#5f9fca", "#86b8d9", "#a9cbe3", "#cfe2ef", "#e4eef6")
 BAR = 0.28  # inches
-
-Bar = tuple[str, float, str]
-"""Its name, seconds, and colour."""
 
 
 def plot_figures(shapes: Sequence[ShapeFigures], file: Path, *, title: str) -> None:
@@ -33,35 +30,20 @@ def plot_figures(shapes: Sequence[ShapeFigures], file: Path, *, title: str) -> N
 
 
 def _bars(workload: WorkloadFigures, baseline: str) -> list[Bar]:
-    bars = [(workload.workload, workload.seconds, OURS)]
-    for i, name in enumerate(workload.ablated):
-        seconds = workload.seconds_without(name)
-        assert seconds is not None  # it has such runs
-        bars.append((name.replace("-", " "), seconds, ABLATED[i]))
+    bars = [(workload.workload, workload.runs.seconds, OURS)]
+    for i, (name, runs) in enumerate(workload.ablated.items()):
+        bars.append((name.replace("-", " "), runs.seconds, ABLATED[i]))
     if workload.baseline is not None and workload.baseline.seconds is not None:
-        bars.append((baseline, workload.baseline.seconds, BASELINE))
+        bars.append((baseline, workload.baseline.seconds, THEIRS))
     return bars
 
 
 def _plot_shape(axes: Any, shape: ShapeFigures) -> None:
-    line = 0
-    ticks: dict[int, str] = {}
-    for workload in shape.workloads:
-        block = _bars(workload, shape.baseline_name)
-        lines = range(line, line + len(block))
-        ticks |= dict(zip(lines, (name for name, _, _ in block), strict=True))
-        bars = axes.barh(
-            lines, [seconds for _, seconds, _ in block], 0.8, color=[colour for _, _, colour in block]
-        )
-        axes.bar_label(bars, [f"{seconds:.2f}" for _, seconds, _ in block], padding=4, fontsize=8)
-        for seconds, colour in ((workload.bound_seconds, BOUND), (workload.goal_seconds, GOAL)):
+    firsts = draw_blocks(axes, [_bars(workload, shape.baseline_name) for workload in shape.workloads], ".2f")
+    for workload, line in zip(shape.workloads, firsts, strict=True):
+        for seconds, colour in ((workload.runs.bound_seconds, BOUND), (workload.goal_seconds, GOAL)):
             if seconds is not None:
-                axes.plot(seconds, line, "|", color=colour, markersize=16, markeredgewidth=2)
-        line += len(block) + 1  # a line between two workloads
-    axes.set_yticks(list(ticks), list(ticks.values()), fontsize=8)
+                mark(axes, seconds, line, colour)
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set_title(shape.name, fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_axisbelow(True)

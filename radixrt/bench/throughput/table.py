@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from radixrt.bench.report import figure_table
 from radixrt.bench.throughput.figures import (
     COLD_SECONDS,
     GRAPH_SECONDS,
@@ -36,33 +37,19 @@ _MET = {True: "[green]met[/]", False: "[red]missed[/]", None: ""}
 def print_workloads(figures: ShapeFigures, console: Console) -> None:
     """Print one workload a line, with its bound and goal."""
     has_goals = any(workload.goal is not None for workload in figures.workloads)
-    table = _table(
-        figures.name,
-        (
-            "requests",
-            "s",
-            "out/s",
-            "all/s",
-            "hit\nrate",
-            "best",
-            "bound\ns",
-            "x bound",
-            "% of\nbound",
-            "idle",
-            *(("goal", "") if has_goals else ()),
-        ),
-    )
+    columns = "requests", "s", "out/s", "all/s", "hit\nrate", "best", "bound\ns", "x bound", "% of\nbound", "idle"
+    table = figure_table(figures.name, "workload", *columns, *(("goal", "") if has_goals else ()))
     for workload in figures.workloads:
-        times = workload.times_bound
+        runs, times = workload.runs, workload.runs.times_bound
         table.add_row(
             workload.workload,
-            f"{workload.runs[0].requests:,}",
-            f"{workload.seconds:.2f}",
-            f"{workload.output_tokens_per_second:,.0f}",
-            f"{workload.tokens_per_second:,.0f}",
-            f"{workload.hit_rate:.1%}",
-            f"{workload.best_hit_rate:.1%}",
-            _seconds(workload.bound_seconds),
+            f"{runs[0].requests:,}",
+            f"{runs.seconds:.2f}",
+            f"{runs.output_tokens_per_second:,.0f}",
+            f"{runs.tokens_per_second:,.0f}",
+            f"{runs.hit_rate:.1%}",
+            f"{runs.best_hit_rate:.1%}",
+            "-" if runs.bound_seconds is None else f"{runs.bound_seconds:.2f}",
             "-" if times is None else f"x{times:.2f}",
             "-" if times is None else f"{100 / times:.0f}",
             "-" if workload.idle_share is None else f"{workload.idle_share:.1%}",
@@ -83,13 +70,14 @@ def print_comparison(figures: ShapeFigures, console: Console) -> None:
     if not ablations and not has_baseline:
         return
     headers = [name.replace("-", " ") for name in ablations] + [figures.baseline_name] * has_baseline
-    table = _table(f"{figures.name}: seconds, and how many times ours", ("s", *headers))
+    table = figure_table(f"{figures.name}: seconds, and how many times ours", "workload", "s", *headers)
     notes: dict[str, int] = {}
     for workload in figures.workloads:
-        cells = [_times(workload.seconds_without(name), workload.seconds) for name in ablations]
+        ours = workload.runs.seconds
+        cells = [_times(workload.ablated[name].seconds, ours) for name in ablations]
         if has_baseline:
             cells.append(_baseline(workload.baseline, workload.runs[0].seconds, notes))
-        table.add_row(workload.workload, f"{workload.seconds:.2f}", *cells)
+        table.add_row(workload.workload, f"{ours:.2f}", *cells)
     console.print(table)
     for reason, number in notes.items():
         console.print(f"[{number}] {reason}", markup=False)
@@ -158,21 +146,9 @@ def _print_profile(profile: Profile, console: Console) -> None:
     console.print(table)
 
 
-def _table(title: str, headers: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
-    table.add_column("workload", no_wrap=True)
-    for header in headers:
-        table.add_column(header, justify="right", no_wrap=True)
-    return table
-
-
 def _limit(seconds: float, limit: float) -> str:
     shown = f"{limit:g} s" if limit >= 1 else f"{1e3 * limit:g} ms"
     return f" (goal {shown}: {_MET[seconds <= limit]})"
-
-
-def _seconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds:.2f}"
 
 
 def _times(seconds: float | None, ours: float) -> str:

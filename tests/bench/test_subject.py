@@ -1,0 +1,32 @@
+"""The shape of a model, for the bound: as a Runtime holds it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from radixrt.bench.catalogue import write_shape
+from radixrt.bench.subject import model_shape
+from radixrt.runtime import Runtime
+from radixrt.workloads.bound import ModelShape
+
+TINY = ModelShape(2, 128, 384, 4, 2, 32, 10_240)
+
+
+@pytest.mark.parametrize(
+    ("options", "changes"),
+    [
+        ({}, {"bytes_per_value": 4}),
+        ({"dtype": "bfloat16"}, {}),
+        ({"dtype": "bfloat16", "kv_dtype": "fp8"}, {"kv_in_e4m3": True}),
+        # In torch, weights of e4m3 are dequantised as they are loaded.
+        ({"quantization": "fp8"}, {"bytes_per_value": 4}),
+    ],
+)
+def test_shapes(
+    options: dict[str, str], changes: dict[str, int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = write_shape("tiny", tmp_path_factory.mktemp("tiny"))
+    with Runtime(folder, load_format="dummy", device="cpu", max_total_tokens=100, **options) as runtime:
+        assert model_shape(runtime) == replace(TINY, **changes)
