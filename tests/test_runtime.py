@@ -270,6 +270,29 @@ def test_a_batch_from_file_to_file(folder: Path, tmp_path: Path) -> None:
     assert records[12]["error"]["type"] == "invalid_line"
 
 
+def test_a_batch_after_the_last_answer(runtime: Runtime, tmp_path: Path) -> None:
+    """A pass may still run when its answer is known, in this thread or in one that an event loop has begun."""
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"token_ids": [5, 6, 7], "max_tokens": 1}\n')
+
+    def run(name: str) -> None:
+        assert (runtime.num_running, runtime.num_waiting) == (0, 0)
+        assert runtime.run_batch(source, tmp_path / name).errors == 0
+
+    async def ask_and_run() -> None:
+        for number in range(8):
+            await runtime.async_generate([5, 6, 7], replace(GREEDY, stop_token_ids=(first,)))
+            run(f"{number}.jsonl")
+
+    first, *_ = runtime.generate([5, 6, 7], replace(GREEDY, max_new_tokens=1)).token_ids
+    runtime.submit(runtime.prepare([5, 6, 7], replace(GREEDY, stop_token_ids=(first,))))
+    while not runtime.step():
+        pass
+    assert runtime.has_work
+    run("stepped.jsonl")
+    asyncio.run(ask_and_run())
+
+
 def test_end_tokens_come_from_generation_config(folder: Path) -> None:
     prompts = [[i, i + 1, i + 2] for i in range(3, 60)]
     params = SamplingParams(temperature=0, max_new_tokens=60)

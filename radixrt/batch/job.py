@@ -84,8 +84,10 @@ def run_batch(
         ParameterError: an option is outside its bounds.
         BatchFileError, JournalError, DeviceLostError, ErrorRateError, BatchInterrupted: see `Batch`.
     """
-    if runtime.has_work:
-        raise RadixrtError("the runtime has other requests; a batch needs one without")
+    while runtime.has_work:
+        if runtime.num_running or runtime.num_waiting:
+            raise RadixrtError("the runtime has other requests; a batch needs one without")
+        runtime.step()  # a pass beyond the end of an answer, of which another thread may have told before its end
     with Batch(input_path, output_path, BatchConfig(**options)) as batch:
         scanned = batch.scan(
             runtime.tokenizer,

@@ -165,6 +165,7 @@ def answer_body(
     *,
     echoed: Sequence[str] | None = None,
     message_of: Callable[[str], dict[str, Any]] | None = None,
+    includes_stop: bool = False,
     id_digest: str,
     model: str,
     created: int,
@@ -172,13 +173,13 @@ def answer_body(
 ) -> dict[str, object]:
     """The body of a `chat.completion` or a `text_completion`, with the answers to later prompts after those to
     earlier ones. Those of a completion begin with their prompts if these are `echoed`, as text. `message_of` makes
-    the message of a chat's answer of its text.
+    the message of a chat's answer of its text. `includes_stop`: texts have what stopped them.
     """
     name = "chat.completion" if url == CHAT else "text_completion"
     choices: list[dict[str, object]] = []
     for place, output in enumerate(outputs):
         for answer in output.outputs:
-            choice = _choice(url, answer, len(choices), spelling, message_of)
+            choice = _choice(url, answer, len(choices), spelling, message_of, includes_stop)
             if echoed is not None:
                 choice |= _after_prompt(output, answer, echoed[place], spelling)
             choices.append(choice)
@@ -251,6 +252,7 @@ def _choice(
     index: int,
     spelling: TokenSpelling,
     message_of: Callable[[str], dict[str, Any]] | None,
+    includes_stop: bool,
 ) -> dict[str, object]:
     choice: dict[str, object] = {"text": answer.text, "index": index}
     has_called = False
@@ -259,7 +261,7 @@ def _choice(
         if message_of is not None:
             message = message_of(answer.text)
         choice, has_called = {"index": index, "message": message}, "tool_calls" in message
-    logprobs = logprobs_body(url, shown_logprobs(answer), spelling)
+    logprobs = logprobs_body(url, shown_logprobs(answer, includes_stop), spelling)
     return {**choice, "logprobs": logprobs, "finish_reason": finish_reason(answer.finish_reason, has_called)}
 
 
@@ -268,8 +270,12 @@ def finish_reason(reason: FinishReason, has_called: bool) -> str:
     return "tool_calls" if has_called and reason is FinishReason.STOP else str(reason)
 
 
-def shown_logprobs(piece: CompletionOutput | StreamChunk) -> tuple[TokenLogprob, ...] | None:
-    """Those of the tokens of a text, without the one that stopped it by its id; None if they are not asked for."""
+def shown_logprobs(piece: CompletionOutput | StreamChunk, includes_stop: bool) -> tuple[TokenLogprob, ...] | None:
+    """Those of the tokens of a text, without the one that stopped it by its id unless the text `includes_stop`;
+    None if they are not asked for.
+    """
+    if includes_stop:
+        return piece.logprobs
     stopped_by_token = piece.finish_reason is FinishReason.STOP and isinstance(piece.matched, int)
     return piece.logprobs[:-1] if piece.logprobs is not None and stopped_by_token else piece.logprobs
 

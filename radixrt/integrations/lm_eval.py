@@ -276,8 +276,10 @@ class RadixLM(TemplateLM):
     # -- inside --------------------------------------------------------------------------------------------
 
     def sampling_params(self, generation_kwargs: Mapping[str, Any]) -> SamplingParams:
-        """The parameters of a task's generation_kwargs. Without do_sample and temperature: greedy."""
-        given = dict(generation_kwargs)
+        """The parameters of a task's generation_kwargs. Without do_sample and temperature: greedy. Others that are
+        not given have the Runtime's defaults.
+        """
+        given, defaults = dict(generation_kwargs), self.runtime.default_params
         until = given.pop("until", None) or []
         stop = [string for string in ([until] if isinstance(until, str) else until) if string]
         lengths = [given.pop(name, None) for name in _MAX_NEW_TOKENS]
@@ -286,7 +288,7 @@ class RadixLM(TemplateLM):
         if not given.pop("do_sample", temperature is not None):
             temperature = 0.0
         elif temperature is None:
-            temperature = 1.0
+            temperature = defaults.temperature
         if (beams := given.pop("num_beams", 1)) != 1:
             raise ParameterError(f"num_beams is {beams}; there is no beam search")
         # A special token is not part of the text: as a stop string it has to be found as a token.
@@ -301,7 +303,7 @@ class RadixLM(TemplateLM):
             "max_new_tokens": max_new_tokens,
             "temperature": temperature,
         }
-        return sampling_params_from_dict(given)
+        return sampling_params_from_dict(given, defaults)
 
     def _warn_of_cut(self, num_cut: int, num_requests: int) -> None:
         if num_cut:

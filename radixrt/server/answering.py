@@ -50,6 +50,7 @@ class Answering:
             outputs,
             echoed=[self._text(prompt) for prompt in asked.prompts] if asked.is_echoed else None,
             message_of=None if reading is None else lambda text: message_of(reading.parts(text)),
+            includes_stop=asked.params.include_stop_str,
             id_digest=uuid.uuid4().hex,
             model=asked.model,
             created=int(time.time()),
@@ -114,6 +115,7 @@ class _Streamed:
         self._offset = 0  # characters of tokens whose log-probabilities were told
         self._reader = None if asked.reading is None else asked.reading.reader()
         self._asked_logprobs, self._deltas = asked.params.logprobs, Deltas()
+        self._includes_stop = asked.params.include_stop_str
         self.frame = EventFrame.around(lambda text: chunk_body(self._url, index, text, **head))
 
     @property
@@ -133,7 +135,7 @@ class _Streamed:
 
     def events(self, chunk: StreamChunk) -> bytes:
         """With what a chunk has more of it; none if nothing of that is told."""
-        tokens, ended = shown_logprobs(chunk), chunk.finish_reason
+        tokens, ended = shown_logprobs(chunk, self._includes_stop), chunk.finish_reason
         if ended is not None and not ended.is_whole:
             ended = None
         if self._counts is not None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from radixrt.checks import short
+from radixrt.checks import check_prompt, short
 from radixrt.errors import ParameterError, PromptError
 from radixrt.frontend.openai import CHAT, COMPLETIONS, as_json, asked_model, asked_prompt, sampling_values
 from radixrt.frontend.sampling_aliases import known_parameters, sampling_params_from_dict
@@ -76,7 +76,7 @@ def read_asked(
     is_echoed = url == COMPLETIONS and _is_echoed(given, params)
     if is_echoed:
         params = replace(params, prompt_logprobs=params.logprobs)
-    prompts = [asked_prompt(url, {**rest, "prompt": one}) for one in _prompts(url, rest)]
+    prompts = _prompts(url, rest)
     check_size(len(prompts), params.n, limits)
     reading = None
     if isinstance(prompts[0], Chat):
@@ -145,8 +145,10 @@ def _is_echoed(given: dict[str, Any], params: SamplingParams) -> bool:
     return echo
 
 
-def _prompts(url: str, given: dict[str, Any]) -> list[Any]:
-    """The prompts of a completion one by one; of a chat, whose messages are its prompt, one."""
-    prompt = given.get("prompt")
-    several = url != CHAT and isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
-    return list(prompt) if several and isinstance(prompt, list) else [prompt]
+def _prompts(url: str, given: dict[str, Any]) -> list[str | list[int] | Chat]:
+    """The prompts of a completion; of a chat, whose messages are its prompt, one. Raises like `asked_prompt`."""
+    if url == CHAT:
+        return [asked_prompt(url, given)]
+    prompt: Any = given.get("prompt")
+    several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
+    return [check_prompt("prompt", one) for one in (prompt if several else [prompt])]

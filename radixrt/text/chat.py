@@ -73,7 +73,8 @@ def checked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
     Each is a dict of a role and a content: a string, or a list of {"type": "text", "text"}, which are joined. The
     assistant's may have `tool_calls`, whose arguments become objects where they are JSON as a string, then without
-    a content if there is none, and `reasoning_content`; a tool's may have `tool_call_id` and `name`.
+    a content if there is none, and `reasoning_content`; a tool's may have `tool_call_id` and `name`. Any may have
+    other keys whose value is None or [], which say nothing.
     """
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
         raise TokenizerError(f"a chat is a list of messages, not {type(messages).__name__}")
@@ -93,16 +94,18 @@ def _checked_message(which: str, message: object) -> dict[str, Any]:
     if not role:
         raise TokenizerError(f"{which} has an empty role")
     known = ("role", "content", *MORE_OF_ROLE.get(role, ()))
-    if unknown := [key for key in message if key not in known]:
+    # As OpenAI's client gives an answer's message: with fields that are not of its role, None or [].
+    given = {key: value for key, value in message.items() if key in ("role", "content") or not _is_empty(value)}
+    if unknown := [key for key in given if key not in known]:
         may = f"{', '.join(map(repr, known[:-1]))} and {known[-1]!r}"
         raise TokenizerError(
             f"{which} has {', '.join(map(repr, unknown))}; with the role {role!r} it may have {may}"
         )
     checked: dict[str, Any] = {"role": role}
     for key in known[1:]:
-        value = message.get(key)
+        value = given.get(key)
         if value is None and (key != "content" or calls):
-            if key in message and key == "content":
+            if key in given and key == "content":
                 checked[key] = None  # templates tell it from an empty one
             continue
         if key == "tool_calls":
@@ -113,6 +116,10 @@ def _checked_message(which: str, message: object) -> dict[str, Any]:
             _checked_text(f"{which} has a {key}", which, value, f" of its {key}")
         checked[key] = value
     return checked
+
+
+def _is_empty(value: object) -> bool:
+    return value is None or (isinstance(value, list) and not value)
 
 
 def _checked_text(has: str, which: str, value: object, part: str) -> str:

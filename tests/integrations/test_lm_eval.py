@@ -6,6 +6,7 @@ import json
 import logging
 import random
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -336,6 +337,18 @@ def test_sampling(tiny: RadixLM) -> None:
     for wrong, named in (({"num_beams": 4}, "num_beams"), ({"top_pp": 0.5}, "top_pp"), ({"top_p": 2}, "top_p")):
         with pytest.raises(ParameterError, match=named):
             answers(tiny, ("the fox", wrong))
+
+
+def test_sampling_by_generation_config(folder: Path, tmp_path: Path) -> None:
+    """`generation_config="auto"` gives what a task leaves open, as in every other call."""
+    own = shutil.copytree(folder, tmp_path / "model")
+    told = {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.2, "max_new_tokens": 9}
+    (own / "generation_config.json").write_text(json.dumps(told))
+    lm = RadixLM(own, generation_config="auto", max_total_tokens=2000)
+    greedy, drawn = lm.sampling_params({}), lm.sampling_params({"do_sample": True, "top_k": 5})
+    lm.runtime.close()
+    assert (greedy.temperature, greedy.repetition_penalty, greedy.max_new_tokens) == (0.0, 1.2, 256)
+    assert (drawn.temperature, drawn.repetition_penalty, drawn.top_k) == (0.7, 1.2, 5)
 
 
 def test_generation_after_a_long_context(tiny: RadixLM, caplog: pytest.LogCaptureFixture) -> None:

@@ -150,6 +150,7 @@ def test_streams_of_completions_with_logprobs(prompt: Any, stop: list[str] | Non
     client = client_of(serving())
     drawn: dict[str, Any] = {"temperature": 1.5, "seed": 3, "n": 3, "logprobs": 2, "max_tokens": 12}
     asked: dict[str, Any] = {**GREEDY, **drawn, "extra_body": {"ignore_eos": True}}
+    client.completions.create(prompt=prompt, **GREEDY)  # which caches them: equal passes round equally
     whole = client.completions.create(prompt=prompt, stop=stop, **asked)
     more: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     *chunks, last = client.completions.create(prompt=prompt, stop=stop, **more, **asked)
@@ -169,6 +170,33 @@ def test_streams_of_completions_with_logprobs(prompt: Any, stop: list[str] | Non
                 told.setdefault(name, []).extend(values)
         assert choice.logprobs is not None
         assert told == choice.logprobs.model_dump()
+
+
+@pytest.mark.parametrize("url", [COMPLETIONS, CHAT])
+def test_log_probabilities_of_a_token_that_stops(url: str, serving: Serving, runtime: Runtime) -> None:
+    """They are told where its text is a part of the answer, with and without a stream."""
+    want = runtime.generate(QUESTIONS[0], {"temperature": 0, "max_tokens": 8, "logprobs": 0})
+    assert want.finish_reason == "stop"
+    assert want.logprobs is not None
+    asked: dict[str, Any] = {"logprobs": 0, "prompt": QUESTIONS[0]}
+    if url == CHAT:
+        asked = {"logprobs": True, "messages": [{"role": "user", "content": QUESTIONS[0]}]}
+
+    def told(*choices: dict[str, Any]) -> list[float]:
+        found = [choice["logprobs"] or {} for choice in choices]
+        if url == CHAT:
+            return [token["logprob"] for each in found for token in each.get("content", ())]
+        return [logprob for each in found for logprob in each.get("token_logprobs", ())]
+
+    for is_included, place in ((False, -1), (True, None)):
+        more = {"include_stop_str_in_output": is_included, "skip_special_tokens": False}
+        body = {**GREEDY, **asked, **more}
+        address = f"{serving()}{url}"
+        whole = httpx.post(address, json=body).json()["choices"]
+        events = httpx.post(address, json={**body, "stream": True}).text.split("\n\n")[:-2]
+        pieces = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+        expected = [token.logprob for token in want.logprobs][:place]
+        assert told(*whole) == told(*pieces) == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_stream_ends_with_the_first_answer_that_fails(serving: Serving, runtime: Runtime) -> None:

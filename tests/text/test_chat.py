@@ -159,6 +159,17 @@ def test_a_message_of_calls() -> None:
     assert checked == {"role": "tool", "content": "ab", "tool_call_id": "a"}
 
 
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_what_is_empty_says_nothing(role: str) -> None:
+    """OpenAI's client gives an answer's message with all fields, and rows of tables have those of all messages."""
+    empty = dict.fromkeys(("refusal", "audio", "function_call", "tool_calls", "reasoning_content", "name"))
+    message = {"role": role, "content": "a"}
+    assert checked_messages([{**message, **empty}]) == [message]
+    assert checked_messages([{**message, "tool_calls": [], "annotations": []}]) == [message]
+    with pytest.raises(TokenizerError, match="has 'refusal'; with the role"):
+        checked_messages([{**message, **empty, "refusal": "no"}])
+
+
 BAD_CHATS = [
     (
         {"messages": [USER], "tool": []},

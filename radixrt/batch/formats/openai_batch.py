@@ -48,6 +48,7 @@ from radixrt.text.chat import Chat
 from radixrt.text.token_spelling import TokenSpelling
 
 READING = "reading"  # key of a reply whose answer is to be taken apart: how, as JSON
+_INCLUDES_STOP = "includes_stop"  # key of a reply whose answer's text has what stopped it
 
 _KEYS = ("custom_id", "method", "url", "body")
 
@@ -98,6 +99,8 @@ def read_openai(
         if chats is not None and isinstance(prompt, Chat):
             reading, params = chats.reading(given, prompt, params)
             reply = reply if reading is None else {**reply, READING: reading}
+        if params.include_stop_str:
+            reply = {**reply, _INCLUDES_STOP: True}
     except ParameterError as error:
         raise LineError(LineErrorType.INVALID_PARAMETERS, str(error), reply) from None
     except (PromptError, TokenizerError) as error:
@@ -141,6 +144,7 @@ def openai_answer(
         reply["url"],
         [output],
         message_of=None if chats is None or reading is None else partial(chats.message, reading),
+        includes_stop=reply.get(_INCLUDES_STOP, False),
         id_digest=digest,
         model=model,
         created=created,

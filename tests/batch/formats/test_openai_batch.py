@@ -169,6 +169,8 @@ def test_log_probabilities_of_a_completion() -> None:
     logprobs = answered(parse(line(COMPLETIONS)), output_of(answer)).choices[0].logprobs
     assert logprobs.tokens == ["token_id:7", "token_id:9"]  # the end token is no part of the text
     assert logprobs.token_logprobs == [-0.5, -3.0]
+    with_stop = parse(line(COMPLETIONS, include_stop_str_in_output=True))
+    assert answered(with_stop, output_of(answer)).choices[0].logprobs.tokens[2:] == ["token_id:2"]
     assert logprobs.text_offset == [0, 10]
     assert logprobs.top_logprobs == [
         {"token_id:7": -0.5, "token_id:8": -1.5},
