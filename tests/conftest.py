@@ -9,11 +9,14 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
+import gc
 import logging
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+gc.disable()  # until all tests are collected: there is hardly any garbage among so many objects
 
 # Where there is no GPU, kernels run in Triton's interpreter, which has to know before they are defined.
 if not torch.cuda.is_available():
@@ -66,6 +69,20 @@ def kernel_device(request: pytest.FixtureRequest) -> torch.device:
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
     """Failed passes are logged with their traces; here they are made on purpose, by the thousand."""
     caplog.set_level(logging.CRITICAL, logger="radixrt.engine.engine")
+
+
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    """The garbage collector as it is in a process in which nobody has frozen anything."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    """Have the garbage collector skip what is there: a million objects, half a second at each full collection."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
