@@ -86,7 +86,8 @@ def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_signal_lets_what_runs_end(number: signal.Signals, tmp_path: Path) -> None:
     """New connections are refused, and the cache is saved in the end."""
     cache = tmp_path / "cache"
-    with Served(tmp_path, "--save-cache", str(cache)) as served, ThreadPoolExecutor() as threads:
+    options = ("--save-cache", str(cache))
+    with Served(tmp_path, *options, is_forked=False) as served, ThreadPoolExecutor() as threads:
         asked = threads.submit(served.ask)
         served.until_it_runs()
         assert httpx.get(f"{served.url}/health", headers={"Host": "evil.example"}).status_code == 403
