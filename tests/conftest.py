@@ -11,12 +11,11 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 import gc
 import logging
+import subprocess
 from collections.abc import Iterator
 
 import pytest
 import torch
-
-gc.disable()  # until all tests are collected: there is hardly any garbage among so many objects
 
 # Where there is no GPU, kernels run in Triton's interpreter, which has to know before they are defined.
 if not torch.cuda.is_available():
@@ -24,6 +23,8 @@ if not torch.cuda.is_available():
 
 from hypothesis import settings
 
+from radixrt.workers import process
+from tests.support.forked_processes import forked
 from tests.support.interpreter import require_interpreter
 from triton_ops.implementation import triton
 
@@ -32,6 +33,8 @@ if triton.__version__ and not torch.cuda.is_available():
         interpreter_calls,  # noqa: F401  # the interpreter's own calls of functions are slow
         interpreter_e4m3,  # noqa: F401  # and its conversions to and from e4m3 wrong
     )
+
+gc.disable()  # until all tests are collected: there is hardly any garbage among so many objects
 
 # A deadline fails on a busy machine, not on a slow program. The same examples each time: CI does not flicker.
 settings.register_profile("radixrt", deadline=None, derandomize=True)
@@ -63,6 +66,22 @@ def kernel_device(request: pytest.FixtureRequest) -> torch.device:
         return torch.device("cuda")
     require_interpreter()
     return torch.device("cpu")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_workers() -> Iterator[None]:
+    """Ranks and replicas of Runtimes in this process start in a tenth of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "subprocess", forked)
+        yield
+
+
+@pytest.fixture
+def real_workers() -> Iterator[None]:
+    """They start as those of a user do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "subprocess", subprocess)
+        yield
 
 
 @pytest.fixture

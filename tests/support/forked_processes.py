@@ -21,6 +21,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -97,6 +98,16 @@ def popen(command: Sequence[str], **options: Any) -> ForkedProcess | subprocess.
         return ForkedProcess(command, descriptors, environment, options.get("start_new_session", False))
 
 
+forked = SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
+"""What radixrt.workers.process needs of `subprocess`."""
+
+
+def running(module: str) -> list[int]:
+    """Forked processes of this one that run a module and have not ended."""
+    found: list[int] = _template().ask({"running": module}) if _template.cache_info().currsize else []
+    return found
+
+
 class _Template:
     """The process that is forked, as this one sees it."""
 
@@ -134,13 +145,13 @@ def _template() -> _Template:
 def _serve(connection: socket.socket) -> dict[str, Any] | None:
     """Answer until the connection ends. In a forked process: what it is asked to be."""
     ended: dict[int, int] = {}
-    running: set[int] = set()
+    running: dict[int, str] = {}
     while True:
         is_asked = select.select([connection], [], [], _LOOK_SECONDS if running else None)[0]
         for process in list(running):
-            found, status = os.waitpid(process, os.WNOHANG)
-            if found:
-                running.remove(process)
+            has_ended, status = os.waitpid(process, os.WNOHANG)
+            if has_ended:
+                del running[process]
                 ended[process] = os.waitstatus_to_exitcode(status)
         if not is_asked:
             continue
@@ -151,12 +162,16 @@ def _serve(connection: socket.socket) -> dict[str, Any] | None:
         if "ended" in asked:
             connection.send(json.dumps(ended.get(asked["ended"])).encode())
             continue
+        if "running" in asked:
+            found = [process for process, module in running.items() if module == asked["running"]]
+            connection.send(json.dumps(found).encode())
+            continue
         process = os.fork()
         if process == 0:
             connection.close()
             _take(dict(zip(asked["numbers"], descriptors, strict=True)))
             return asked
-        running.add(process)
+        running[process] = asked["module"]
         for descriptor in descriptors:
             os.close(descriptor)
         connection.send(json.dumps(process).encode())
@@ -184,11 +199,12 @@ def _become(asked: dict[str, Any]) -> None:
 
 
 def _main() -> None:
+    from transformers import AutoTokenizer  # noqa: F401
+
     import radixrt.assembly
     import radixrt.cli
     import radixrt.server.run
     import radixrt.text.tokenizer  # noqa: F401
-    from transformers import AutoTokenizer  # noqa: F401
 
     asked = _serve(socket.socket(fileno=int(sys.argv[1])))
     if asked is not None:
