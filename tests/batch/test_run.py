@@ -76,7 +76,6 @@ def failing(when: Any) -> Any:
     return lambda booking: RuntimeError("out of something") if when(booking) else None
 
 
-@pytest.mark.usefixtures("thawed")
 def test_old_objects_are_left_alone_until_all_is_answered(files: tuple[Path, Path]) -> None:
     """A full collection would take as long as many a pass."""
     frozen: list[bool] = []

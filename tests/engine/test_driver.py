@@ -377,7 +377,6 @@ async def async_call(runtime: Runtime, kind: str) -> None:
             assert gc.get_freeze_count() > 0
 
 
-@pytest.mark.usefixtures("thawed")
 @pytest.mark.parametrize("kind", ["generate", "iter", "stream", "score", "async_generate", "async_stream"])
 def test_it_leaves_old_objects_alone_during_every_call(
     builtin: Runtime, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -392,6 +391,7 @@ def test_it_leaves_old_objects_alone_during_every_call(
 
     monkeypatch.setattr(runner, "launch", launched)
     few = replace(GREEDY, max_new_tokens=3)
+    gc.unfreeze()  # CPython 3.12 begins with some objects frozen
     if kind == "generate":
         builtin.generate(FACTS, GREEDY)
     elif kind == "score":
@@ -406,7 +406,6 @@ def test_it_leaves_old_objects_alone_during_every_call(
     assert gc.get_freeze_count() == 0
 
 
-@pytest.mark.usefixtures("thawed")
 def test_calls_that_fail_or_are_left_early_end_it(builtin: Runtime) -> None:
     stream = builtin.stream(FACTS, ENDLESS)
     next(stream)

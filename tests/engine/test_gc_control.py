@@ -10,8 +10,6 @@ import pytest
 
 from radixrt.engine.gc_control import NEW_OBJECTS, old_objects_left_alone
 
-pytestmark = pytest.mark.usefixtures("thawed")
-
 
 class Cycle:
     def __init__(self) -> None:

@@ -367,7 +367,6 @@ def test_all_are_lost() -> None:
             group.generate(tree(9), PARAMS)
 
 
-@pytest.mark.usefixtures("thawed")
 def test_one_call_at_a_time_and_one_left_early() -> None:
     with group_of(LocalLinks(simulated_runtime), 2) as group:
         calls = group.generate_iter(tree(30), PARAMS)

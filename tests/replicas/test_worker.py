@@ -98,7 +98,6 @@ def test_messages_behind_the_first_one_count(monkeypatch: pytest.MonkeyPatch) ->
     assert len(tokens) == 2
 
 
-@pytest.mark.usefixtures("thawed")
 def test_old_objects_are_left_alone_while_there_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
     frozen: list[bool] = []
     step, wait = worker.Server.step, GivenChannel.wait
