@@ -18,7 +18,7 @@ from radixrt.cli import main
 pytest.importorskip("starlette", reason="starlette is not installed: pip install 'radixrt[server]'")
 
 from radixrt.server.run import Listener, listening_socket
-from tests.support.serving import Served
+from tests.support.serving import Served, until
 
 
 @pytest.mark.parametrize(
@@ -142,6 +142,8 @@ def test_a_second_signal_ends_it_though_a_pass_hangs(drain: str, tmp_path: Path)
         asked = threads.submit(served.ask)
         served.until_it_tells("radixrt_waiting_requests 1.0")
         served.process.send_signal(signal.SIGTERM)
+        if drain == "0":
+            until(asked.done)
         time.sleep(1)
         assert served.process.poll() is None
         assert asked.done() == (drain == "0")

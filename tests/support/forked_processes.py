@@ -1,7 +1,7 @@
 """Processes that run a module of radixrt as `python -m` does, forked from one that has imported everything: the
 imports, of torch and transformers above all, take most of the seconds in which a real one starts.
 
-Where there is a GPU, and where the environment of its libraries is another one, processes are started as ever.
+Where there is a GPU or no Linux, and where libraries would find another environment, processes start as ever.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def popen(command: Sequence[str], **options: Any) -> ForkedProcess | subprocess.
     """A forked process if `command` is `[sys.executable, "-m", MODULE, ...]`, a real one otherwise."""
     environment: Mapping[str, str] = options.get("env") or os.environ
     is_other = any(environment.get(name) != os.environ.get(name) for name in _AT_IMPORT)
-    if list(command[:2]) != [sys.executable, "-m"] or torch.cuda.is_available() or is_other:
+    can_fork = sys.platform == "linux" and not torch.cuda.is_available()
+    if not can_fork or is_other or list(command[:2]) != [sys.executable, "-m"]:
         return subprocess.Popen(command, **options)
     with open(os.devnull, "r+b") as nothing:
         descriptors: dict[int, int] = {number: number for number in options.get("pass_fds", ())}
