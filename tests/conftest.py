@@ -70,7 +70,7 @@ def kernel_device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(scope="session", autouse=True)
 def _forked_workers() -> Iterator[None]:
-    """Ranks and replicas of Runtimes in this process start in a tenth of the time."""
+    """Processes of Runtimes in this process start without their imports."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process, "subprocess", forked)
         yield
