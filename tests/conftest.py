@@ -9,7 +9,9 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
+import gc
 import logging
+import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -21,6 +23,8 @@ if not torch.cuda.is_available():
 
 from hypothesis import settings
 
+from radixrt.workers import process
+from tests.support.forked_processes import forked
 from tests.support.interpreter import require_interpreter
 from triton_ops.implementation import triton
 
@@ -29,6 +33,8 @@ if triton.__version__ and not torch.cuda.is_available():
         interpreter_calls,  # noqa: F401  # the interpreter's own calls of functions are slow
         interpreter_e4m3,  # noqa: F401  # and its conversions to and from e4m3 wrong
     )
+
+gc.disable()  # until all tests are collected: there is hardly any garbage among so many objects
 
 # A deadline fails on a busy machine, not on a slow program. The same examples each time: CI does not flicker.
 settings.register_profile("radixrt", deadline=None, derandomize=True)
@@ -62,10 +68,31 @@ def kernel_device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device("cpu")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _forked_workers() -> Iterator[None]:
+    """Processes of Runtimes in this process start without their imports."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "subprocess", forked)
+        yield
+
+
+@pytest.fixture
+def real_workers() -> Iterator[None]:
+    """They start as those of a user do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "subprocess", subprocess)
+        yield
+
+
 @pytest.fixture
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
     """Failed passes are logged with their traces; here they are made on purpose, by the thousand."""
     caplog.set_level(logging.CRITICAL, logger="radixrt.engine.engine")
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()  # it makes full collections when there is a quarter more than at the last one
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

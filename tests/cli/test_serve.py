@@ -18,7 +18,7 @@ from radixrt.cli import main
 pytest.importorskip("starlette", reason="starlette is not installed: pip install 'radixrt[server]'")
 
 from radixrt.server.run import Listener, listening_socket
-from tests.support.serving import Served
+from tests.support.serving import Served, until
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,8 @@ def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_signal_lets_what_runs_end(number: signal.Signals, tmp_path: Path) -> None:
     """New connections are refused, and the cache is saved in the end."""
     cache = tmp_path / "cache"
-    with Served(tmp_path, "--save-cache", str(cache)) as served, ThreadPoolExecutor() as threads:
+    options = ("--save-cache", str(cache))
+    with Served(tmp_path, *options, is_forked=False) as served, ThreadPoolExecutor() as threads:
         asked = threads.submit(served.ask)
         served.until_it_runs()
         assert httpx.get(f"{served.url}/health", headers={"Host": "evil.example"}).status_code == 403
@@ -141,6 +142,8 @@ def test_a_second_signal_ends_it_though_a_pass_hangs(drain: str, tmp_path: Path)
         asked = threads.submit(served.ask)
         served.until_it_tells("radixrt_waiting_requests 1.0")
         served.process.send_signal(signal.SIGTERM)
+        if drain == "0":
+            until(asked.done)
         time.sleep(1)
         assert served.process.poll() is None
         assert asked.done() == (drain == "0")

@@ -6,7 +6,7 @@ import gc
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -23,6 +23,7 @@ from radixrt.ranks import follower, followers, group, leading_runner, rank
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
 from radixrt.workers.channel import Message
+from tests.support.forked_processes import running
 
 LINES = [f"Mira likes Oslo.\nQ: {what}?\nA:" for what in ("Mira likes", "Who likes Oslo", "What is Oslo")]
 PARAMS = [
@@ -44,11 +45,15 @@ def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[tuple[int, ...]]]:
 
 def ranks_of_this_process() -> list[psutil.Process]:
     """Those that run."""
-    return [
+    found = [
         child
         for child in psutil.Process().children(recursive=True)
         if followers.PROGRAM in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE
     ]
+    for pid in running(followers.PROGRAM):
+        with suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(pid))
+    return found
 
 
 @contextmanager
@@ -144,6 +149,7 @@ def test_a_rank_that_is_left_ends_its_passes_first(monkeypatch: pytest.MonkeyPat
     assert [call.args for call in parts.runner.collect.call_args_list] == [("first",), ("second",)]
 
 
+@pytest.mark.usefixtures("real_workers")
 def test_a_runtime_that_is_dropped_ends_its_ranks() -> None:
     """Also with requests that have not ended; not before."""
     with none_left():

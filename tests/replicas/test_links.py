@@ -53,6 +53,7 @@ def is_running(pid: int) -> bool:
     return True
 
 
+@pytest.mark.usefixtures("real_workers")
 def test_answers_and_the_end() -> None:
     with group_of(2) as group:
         found = group.generate(tree(40), PARAMS)

@@ -81,7 +81,7 @@ class Compiled:
         registers: a thread.
         spilled: bytes of stack a thread, which in these kernels hold spilled registers alone.
         wgmma: how many of these instructions its PTX has.
-        serialised: whether its machine code waits after each of them.
+        serialised: whether the machine code of one that must not do so waits after each of them.
         missing: what its PTX needs and lacks.
         error: why it could not be compiled; None if it was.
     """
@@ -110,7 +110,7 @@ class Compiled:
             faults.append(
                 f"wants {self.shared} bytes of shared memory; sm_{self.arch} has {MAX_SHARED[self.arch]}"
             )
-        if self.serialised and self.kernel in OVERLAPPING:
+        if self.serialised:
             faults.append("waits after every wgmma")
         faults.extend(f"has no {text}" for text in self.missing)
         return faults
@@ -195,12 +195,13 @@ def compile_variant(variant: Variant) -> Compiled:
     registers, spilled = _resources(kernel.asm["cubin"])
     ptx = kernel.asm["ptx"]
     wgmma = ptx.count("wgmma.mma_async")
+    must_overlap = wgmma > 0 and source.fn.__name__ in OVERLAPPING
     return compiled(
         shared=kernel.metadata.shared,
         registers=registers,
         spilled=spilled,
         wgmma=wgmma,
-        serialised=wgmma > 0 and _waits(kernel.asm["cubin"]) > 2 * ptx.count("wgmma.wait_group"),
+        serialised=must_overlap and _waits(kernel.asm["cubin"]) > 2 * ptx.count("wgmma.wait_group"),
         missing=tuple(text for text in NEEDED.get(source.fn.__name__, ()) if text not in ptx),
     )
 

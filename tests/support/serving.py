@@ -17,6 +17,7 @@ import httpx
 import openai
 
 from radixrt.runtime import Runtime
+from tests.support.forked_processes import popen
 
 FACTS = "Mira likes Oslo. Tarek counts 374. Ines paints blue."
 QUESTIONS = [f"{FACTS}\nQ: {who}?\nA:" for who in ("Mira likes", "Tarek counts", "Ines paints")]
@@ -64,13 +65,13 @@ def held(runtime: Runtime) -> Iterator[None]:
 
 
 class Served:
-    """`radixrt serve` with options, from its line that says where; ended in any case."""
+    """`radixrt serve` with options, from its line that says where; ended in any case. Its log is in the folder."""
 
-    def __init__(self, folder: Path, *options: str, module: str = "radixrt") -> None:  # its log is in the folder
+    def __init__(self, folder: Path, *options: str, module: str = "radixrt", is_forked: bool = True) -> None:
         command = [sys.executable, "-m", module, "serve", "--port", "0", "--device", "cpu", *options]
         self._log = folder / "err"
         with self._log.open("w") as log:
-            self.process = subprocess.Popen(command, stderr=log)
+            self.process = (popen if is_forked else subprocess.Popen)(command, stderr=log)
         while (found := re.search(r"at (http://\S+)/v1\n", self.told())) is None:
             assert self.process.poll() is None, self.told()
             time.sleep(0.02)
