@@ -45,7 +45,7 @@ class Chat:
             return given
         if not isinstance(given, Mapping) or "messages" not in given:
             return cls(checked_messages(given))  # type: ignore[arg-type]  # it says what is wrong
-        if unknown := [key for key in given if key not in _GIVEN]:
+        if unknown := [key for key in given if key not in _GIVEN and given[key] is not None]:
             raise TokenizerError(f"a chat has {', '.join(map(repr, unknown))}; it may have {', '.join(_GIVEN)}")
         messages = checked_messages(given["messages"])
         continued = given.get("continue_final_message")
@@ -93,7 +93,8 @@ def _checked_message(which: str, message: object) -> dict[str, Any]:
     if not role:
         raise TokenizerError(f"{which} has an empty role")
     known = ("role", "content", *MORE_OF_ROLE.get(role, ()))
-    if unknown := [key for key in message if key not in known]:
+    # Messages of OpenAI's clients have fields that are not of their role, as long as they are empty.
+    if unknown := [key for key in message if key not in known and message[key] not in (None, [])]:
         may = f"{', '.join(map(repr, known[:-1]))} and {known[-1]!r}"
         raise TokenizerError(
             f"{which} has {', '.join(map(repr, unknown))}; with the role {role!r} it may have {may}"
