@@ -162,8 +162,8 @@ class SamplingParams:
             out is an alternative. A greedy token is the likeliest one after penalties, bias and bans: these are
             its log-probabilities at temperature 1. Without `logprobs` it says nothing.
         prompt_logprobs: the same for the tokens of the prompt, always of the model.
-        prompt_logprobs_start: the first prompt token that gets one. Scored tokens are computed: only the tokens
-            before them can come from the cache.
+        prompt_logprobs_start: the first prompt token that gets one; it needs `prompt_logprobs`. Scored tokens are
+            computed: only the tokens before them can come from the cache.
         truncate_prompt_tokens: a longer prompt keeps its last so many tokens, and loses what it begins with, a BOS
             or a system message as well. None: it is as long as it is.
         json_schema: the answer is a JSON value that the schema takes: a dict, JSON text, a pydantic model or a
@@ -318,6 +318,8 @@ def _check_together(own: Mapping[str, Any]) -> None:
         check_int("min_new_tokens", own["min_new_tokens"], 0, own["max_new_tokens"])
     if own["n"] > 1 and own["max_new_tokens"] == 0:
         raise ParameterError(f"n is {own['n']}, but max_new_tokens is 0: there is nothing to draw")
+    if own["prompt_logprobs_start"] and own["prompt_logprobs"] is None:
+        raise ParameterError(f"prompt_logprobs_start is {own['prompt_logprobs_start']}; it needs prompt_logprobs")
     if not own["detokenize"]:
         for name in ("stop", "stop_regex"):
             if own[name]:

@@ -118,6 +118,12 @@ def test_nothing_to_draw_several_times() -> None:
         SamplingParams(n=2, max_new_tokens=0)
 
 
+def test_where_scores_begin_needs_scores() -> None:
+    with pytest.raises(ParameterError, match="prompt_logprobs_start is 3; it needs prompt_logprobs"):
+        SamplingParams(prompt_logprobs_start=3)
+    assert SamplingParams(prompt_logprobs_start=0) == SamplingParams()
+
+
 def test_the_mode_of_log_probabilities_matters_where_they_are_wanted() -> None:
     processed = SamplingParams(logprobs_mode="processed_logprobs", prompt_logprobs=1)
     assert not processed.wants_processed_logprobs
