@@ -155,7 +155,12 @@ SAMPLING = (
         f"those of --logprobs are the model's, or of what a token was drawn from ({_DEFAULT.logprobs_mode})",
         choices=LOGPROBS_MODES,
     ),
-    Option("prompt_logprobs_start", "first prompt token that --prompt-logprobs scores (0); earlier ones may be cached", "N", int),
+    Option(
+        "prompt_logprobs_start",
+        "first prompt token that --prompt-logprobs scores (0); earlier ones may be cached",
+        "N",
+        int,
+    ),
     Option("truncate_prompt_tokens", "keep the last N tokens of a longer prompt", "N", int),
     Option("json_schema", "answers are JSON that this schema takes", "FILE_OR_JSON", _schema),
     Option("json_object", "answers are JSON objects"),
