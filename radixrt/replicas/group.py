@@ -6,6 +6,7 @@ import itertools
 import sys
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -108,6 +109,7 @@ class ReplicaGroup:
         self._clock = clock
         self._call = threading.Lock()  # held by a call that is not over
         self.lanes: tuple[Replica, ...] = ()
+        self._end_dropped: weakref.finalize[..., ReplicaGroup] | None = None
         try:
             for number in range(num_replicas or 1):
                 self.lanes += (Replica(number, links, hang_seconds, clock),)
@@ -115,6 +117,9 @@ class ReplicaGroup:
         except BaseException:
             self.close()
             raise
+        # Replicas of a group that is dropped. At the process's exit they end by themselves.
+        self._end_dropped = weakref.finalize(self, _end, self.lanes)
+        self._end_dropped.atexit = False
         said = [lane.ready for lane in self.lanes if lane.is_ready]
         self.limits = RunLimits(*map(min, zip(*(each["limits"] for each in said), strict=True)))
         self.context_length = self._builder.context_length = min(each["context_length"] for each in said)
@@ -301,19 +306,11 @@ class ReplicaGroup:
         return Handout(dispatch, self.lanes, first, answers)
 
     def close(self) -> None:
-        """End all replicas; again: nothing."""
-        links = [lane.link for lane in self.lanes if not lane.is_gone]
-        self.lanes = ()
-        try:
-            for link in links:
-                link.close()
-            ends = time.monotonic() + EXIT_SECONDS
-            for link in links:
-                link.wait_for_end(max(0.0, ends - time.monotonic()))
-        except BaseException:  # a second Ctrl-C: none may stay
-            for link in links:
-                link.end()
-            raise
+        """End all replicas, as those of a group that is dropped; again: nothing."""
+        lanes, self.lanes = self.lanes, ()
+        if self._end_dropped is not None:
+            self._end_dropped.detach()
+        _end(lanes)
 
     def __enter__(self) -> ReplicaGroup:
         return self
@@ -367,6 +364,20 @@ class ReplicaGroup:
             f"needs up to {request.max_slots} KV slots, but the replicas' pools have {self.limits.pool_tokens}: "
             "shorten it, lower max_new_tokens, or raise max_total_tokens or memory_fraction"
         )
+
+
+def _end(lanes: Sequence[Replica]) -> None:
+    links = [lane.link for lane in lanes if not lane.is_gone]
+    try:
+        for link in links:
+            link.close()
+        ends = time.monotonic() + EXIT_SECONDS
+        for link in links:
+            link.wait_for_end(max(0.0, ends - time.monotonic()))
+    except BaseException:  # a second Ctrl-C: none may stay
+        for link in links:
+            link.end()
+        raise
 
 
 class _Work:
