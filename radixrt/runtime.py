@@ -29,7 +29,7 @@ from radixrt.engine.live_stream import LiveStream
 from radixrt.engine.parts import Parts
 from radixrt.engine.session import Session
 from radixrt.engine.signals import deferred
-from radixrt.errors import ParameterError, PassError, RadixrtError
+from radixrt.errors import ParameterError, PassError, PromptError, RadixrtError
 from radixrt.frontend.arguments import (
     Continuation,
     OnError,
@@ -561,12 +561,16 @@ class Runtime:
         """Token counts since the Runtime was made, and the state of the pool."""
         return self.parts.cache.stats()
 
-    def cached_len(self, prompt_ids: Sequence[int] | NDArray[np.integer[Any]]) -> int:
-        """Leading tokens of a prompt `[n]` that are cached now, in either tier, for requests without a tenant.
+    def cached_len(self, prompt_ids: Prompt) -> int:
+        """Leading tokens of a prompt that are cached now, in either tier, for requests without a tenant.
 
-        Where layers keep states: up to the last one.
+        Where layers keep states: up to the last one. Raises PromptError as `generate` does.
         """
-        cache, ids = self.parts.cache, np.asarray(prompt_ids, np.int32)
+        cache = self.parts.cache
+        try:
+            ids = self._builder.token_ids(prompt_ids)
+        except PromptError as error:
+            raise PromptError(f"the prompt {error}") from error
         return cache.usable(cache.match(self._builder.namespace(None), ids, len(ids))).length
 
     def print_tree(self, *, max_nodes: int = 200, console: Console | None = None) -> None:

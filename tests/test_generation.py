@@ -959,6 +959,10 @@ def test_what_is_cached_of_a_prompt(builtin: Runtime) -> None:
     prompt = builtin.generate("Mira likes Oslo.", Params(max_new_tokens=1)).prompt_token_ids
     for ids in (prompt, list(prompt), np.array(prompt), np.array(prompt, np.int32)):
         assert builtin.cached_len(ids) == len(prompt)
+    assert builtin.cached_len("Mira likes Oslo.") == len(prompt)
+    for bad in ([1.0, 2.0], np.array([1.5]), [[1]], [10**9], []):
+        with pytest.raises(PromptError, match=r"^the prompt "):
+            builtin.cached_len(bad)  # type: ignore[arg-type]
 
 
 # -- what a review found -----------------------------------------------------------------------------------
