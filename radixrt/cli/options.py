@@ -206,7 +206,7 @@ MODEL = (
     ),
     Option("threads", "processors used on a CPU (all that the process may use)", "N", int),
     Option("context_length", "maximum tokens of a prompt with its answer", "N", int),
-    Option("seed", "of the run, for prompts without a seed (drawn anew; in a batch, 0)", "N", int),
+    Option("seed", "of the run, for prompts without a seed (generate and chat: drawn anew; else 0)", "N", int),
 )
 
 SCHEDULE = (

@@ -33,7 +33,7 @@ _CARDS = (
     "h200 (the default, measured); by published figures: b200, h100, h100-pcie, h100-nvl, a100, a100-pcie, "
     "a100-40gb, l40s, rtx-4090"
 )
-_OF_THE_MODEL = ("model", "revision", "chat_template_kwargs", "generation_config")
+_OF_THE_MODEL = ("model", "revision", "chat_template_kwargs", "generation_config", "context_length")
 _LIMITS = ("max_total_tokens", "max_running_requests", "chunked_prefill_size")
 _OPTIONS = (
     *(option for option in MODEL if option.name in (*_OF_THE_MODEL, "quantization")),
