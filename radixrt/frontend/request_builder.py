@@ -408,14 +408,11 @@ def vocabulary_of(tokenizer: Tokenizer, size: int, end_ids: tuple[int, ...]) -> 
         return Vocabulary(size, end_ids, serialized, drops_blank=tokenizer.drops_blank)
     if not (tokens := tokenizer.token_bytes()):
         raise FormError("answers in a form need the bytes of tokens, and this tokenizer does not tell them")
-    if (
-        tokenizer.drops_blank
-    ):  # sentencepiece by itself keeps a blank that is a token of one byte: forms take no such
+    if tokenizer.drops_blank:
+        # Sentencepiece by itself keeps a blank that is a token of one byte: forms do without it.
         tokens = [None if token == b" " and i in tokenizer.byte_ids else token for i, token in enumerate(tokens)]
-    spelled, special_ids = (
-        tuple(token or b"" for token in tokens),
-        tuple(i for i, t in enumerate(tokens) if t is None),
-    )
+    spelled = tuple(token or b"" for token in tokens)
+    special_ids = tuple(i for i, token in enumerate(tokens) if token is None)
     return Vocabulary(size, end_ids, None, spelled, special_ids, tokenizer.drops_blank)
 
 
