@@ -30,7 +30,7 @@ from radixrt.config import RuntimeConfig
 from radixrt.engine.gc_control import old_objects_left_alone
 from radixrt.engine.signals import deferred
 from radixrt.errors import DeviceLostError, PassError, RadixrtError, ReplicaLostError
-from radixrt.frontend.arguments import OnError, Params, Prompt, listed_prompts
+from radixrt.frontend.arguments import OnError, Params, Prompt, listed_prompts, read_params
 from radixrt.frontend.request_builder import builder_without_weights
 from radixrt.limits import HANG_SECONDS, RunLimits
 from radixrt.listed import listed_requests, store_of
@@ -194,8 +194,7 @@ class ReplicaGroup:
         """`Runtime.run_batch`, on all replicas. It may go on with what fewer or more of them have begun."""
         from radixrt.batch.job import run_batch
 
-        if options.get("default_params") is None:
-            options["default_params"] = self.default_params
+        options["default_params"] = read_params(options.get("default_params"), self.default_params)
         self._check_open()
         with self._only_call():
             while self.has_work:  # of a call that was left early: it was aborted, and nobody has looked since
