@@ -100,6 +100,13 @@ def _schema(text: str) -> str:
     return text if text.lstrip().startswith("{") else _file_text(text)
 
 
+def file_path(text: str) -> Path:
+    """A path; of an empty one pathlib would make that of the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty")
+    return Path(text)
+
+
 def _file_text(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
@@ -235,12 +242,12 @@ SCHEDULE = (
 )
 
 KEPT_CACHE = (
-    Option("load_cache", "begin with the prefixes that an earlier run has saved", "FILE", Path),
+    Option("load_cache", "begin with the prefixes that an earlier run has saved", "FILE", file_path),
     Option(
         "save_cache",
         "save all cached prefixes when the work is done, for --load-cache; replaces only such a file",
         "FILE",
-        Path,
+        file_path,
     ),
 )
 
