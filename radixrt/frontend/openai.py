@@ -111,7 +111,8 @@ def sampling_values(url: str, given: dict[str, Any]) -> dict[str, Any]:
     else:
         if "logprobs" in given:
             values["logprobs"] = logprobs
-        if (best_of := given.get("best_of", given.get("n", 1))) != given.get("n", 1):
+        best_of = given.get("best_of", given.get("n", 1))
+        if best_of != given.get("n", 1) or isinstance(best_of, bool):
             raise ParameterError(
                 f"best_of is {as_json(best_of)}, which is not n; that cannot be honoured: leave it out"
             )
