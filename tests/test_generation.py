@@ -984,6 +984,8 @@ def test_what_is_of_a_wrong_type_is_refused_and_nothing_breaks(builtin: Runtime)
             anything.score(prompts, continuations)
     with pytest.raises(ParameterError, match="tenant is"):
         anything.generate("a", tenant=["t"])
+    with pytest.raises(PromptError, match="priority is b'x'"):
+        anything.generate(["a"], priority=b"x")
     for options, message in (({"index": 1.5}, "index is 1.5"), ({"yields": "no"}, "yields is 'no'")):
         with pytest.raises(ParameterError, match=message):
             anything.prepare("a", **options)
