@@ -207,7 +207,9 @@ class ReplicaGroup:
         self, prompt: Prompt, sampling_params: Params = None, *, index: int = 0, keep: int | None = None
     ) -> Request:
         """`Runtime.prepare`."""
-        return replace(self._builder.build(prompt, sampling_params, index=index), reusable_len=keep)
+        kept = None if keep is None else check_int("keep", keep, 0, 2**31 - 1)
+        index = check_int("index", index, 0, 2**63 - 1)
+        return replace(self._builder.build(prompt, sampling_params, index=index), reusable_len=kept)
 
     def step(self) -> list[RequestOutput]:
         """Wait a moment for replicas. Returns what has ended, with a ReplicaLostError as the cause where a replica
