@@ -490,7 +490,7 @@ class Runtime:
         way for more urgent ones also while it runs: it waits once more, and goes on from what it has computed.
         """
         self._driver.check_open()
-        index = check_int("index", index, 0, 2**63 - 1)
+        index = check_int("index", index, -1, 2**63 - 1)  # -1: of no list
         if not isinstance(yields, bool):
             raise ParameterError(f"yields is {yields!r}; it must be True or False")
         request = self._builder.build(prompt, sampling_params, index=index, tenant=tenant, priority=priority)

@@ -208,7 +208,7 @@ class ReplicaGroup:
     ) -> Request:
         """`Runtime.prepare`."""
         kept = None if keep is None else check_int("keep", keep, 0, 2**31 - 1)
-        index = check_int("index", index, 0, 2**63 - 1)
+        index = check_int("index", index, -1, 2**63 - 1)  # -1: of no list
         return replace(self._builder.build(prompt, sampling_params, index=index), reusable_len=kept)
 
     def step(self) -> list[RequestOutput]:
