@@ -131,11 +131,14 @@ class RuntimeConfig:
             raise ParameterError("force_miss is True and enable_prefix_cache is False: there is no cache to miss")
         if self.model is not None and not (isinstance(self.model, (str, os.PathLike)) and str(self.model)):
             raise ParameterError(f"model is {self.model!r}; it must be a folder or a hub id")
-        if self.max_total_tokens is not None:
-            check_int("max_total_tokens", self.max_total_tokens, 1, 2**40)
         if self.memory_fraction is not None:
-            check_float("memory_fraction", self.memory_fraction, 0.0, 1.0, above=True)
+            fraction = check_float("memory_fraction", self.memory_fraction, 0.0, 1.0, above=True)
+            object.__setattr__(self, "memory_fraction", fraction)
+        if not isinstance(self.chat_template_kwargs, (Mapping, type(None))):
+            raise ParameterError(f"chat_template_kwargs is {self.chat_template_kwargs!r}; it must be a dict")
         most = {
+            "max_total_tokens": 2**40,
+            "context_length": 2**31 - 1,
             "tensor_parallel_size": 64,
             "pipeline_parallel_size": 64,
             "max_running_requests": 2**16,

@@ -91,7 +91,7 @@ class Conversation:
         self._runtime = runtime
         self._tokenizer = runtime.tokenizer.with_template_kwargs(chat_template_kwargs)
         self._params = read_params(sampling_params, runtime.default_params)
-        self._messages = checked_messages(messages) if messages else []
+        self._messages = [] if messages in (None, [], ()) else checked_messages(messages)
         self._ids: list[int] = []  # of the last prompt and its answer; never changed in place
         # plain turns: text after them that no prompt has held yet
         self._unsaid = (
@@ -169,6 +169,8 @@ class Conversation:
     def _prompt(self, text: str) -> list[int]:
         """Token ids of the conversation with `text` as its last message. PromptError: none, or far too many."""
         chat = Chat([*self._messages, *checked_messages([{"role": "user", "content": text}])])
+        if not isinstance(text, str):  # such as a list of parts
+            raise TokenizerError(f"the text is a {type(text).__name__}; it must be a string")
         if self._tokenizer.has_chat_template:
             refusal = refusal_of_chat(self._tokenizer, chat, self._runtime.context_length)
         else:

@@ -29,7 +29,7 @@ from radixrt.engine.live_stream import LiveStream
 from radixrt.engine.parts import Parts
 from radixrt.engine.session import Session
 from radixrt.engine.signals import deferred
-from radixrt.errors import ParameterError, PassError, RadixrtError
+from radixrt.errors import ParameterError, PassError, PromptError, RadixrtError
 from radixrt.frontend.arguments import (
     Continuation,
     OnError,
@@ -39,6 +39,7 @@ from radixrt.frontend.arguments import (
     as_list,
     is_token_ids,
     listed_prompts,
+    read_params,
 )
 from radixrt.listed import Listed, listed_requests
 from radixrt.output import RequestOutput, ScoreOutput, StreamChunk
@@ -466,8 +467,7 @@ class Runtime:
         """
         from radixrt.batch.job import run_batch  # rich, for its report, takes a tenth of a second to import
 
-        if options.get("default_params") is None:
-            options["default_params"] = self.default_params
+        options["default_params"] = read_params(options.get("default_params"), self.default_params)
         return run_batch(self, input_path, output_path, **options)
 
     # -- pass by pass --------------------------------------------------------------------------------------
@@ -491,6 +491,9 @@ class Runtime:
         way for more urgent ones also while it runs: it waits once more, and goes on from what it has computed.
         """
         self._driver.check_open()
+        index = check_int("index", index, -1, 2**63 - 1)  # -1: of no list
+        if not isinstance(yields, bool):
+            raise ParameterError(f"yields is {yields!r}; it must be True or False")
         request = self._builder.build(prompt, sampling_params, index=index, tenant=tenant, priority=priority)
         if keep is None and not yields:  # `replace` takes a while
             return request
@@ -513,8 +516,13 @@ class Runtime:
             yield Session(self._driver, call)
 
     def abort(self, request: Request | int | str) -> bool:
-        """End a submitted request, given or named, at the next step; from any thread. False if it has ended."""
+        """End a submitted request, given or named, at the next step; from any thread. False if it has ended.
+
+        Raises ParameterError for what is no request and no id.
+        """
         own_id = request.id if isinstance(request, Request) else request
+        if isinstance(own_id, bool) or not isinstance(own_id, (str, int, np.integer)):
+            raise ParameterError(f"a request is {own_id!r}; it must be a Request or its id")
         return self._driver.abort(own_id if isinstance(own_id, str) else int(own_id))
 
     def abort_all(self) -> int:
@@ -562,12 +570,16 @@ class Runtime:
         """Token counts since the Runtime was made, and the state of the pool."""
         return self.parts.cache.stats()
 
-    def cached_len(self, prompt_ids: Sequence[int] | NDArray[np.integer[Any]]) -> int:
-        """Leading tokens of a prompt `[n]` that are cached now, in either tier, for requests without a tenant.
+    def cached_len(self, prompt_ids: Prompt) -> int:
+        """Leading tokens of a prompt that are cached now, in either tier, for requests without a tenant.
 
-        Where layers keep states: up to the last one.
+        Where layers keep states: up to the last one. Raises PromptError as `generate` does.
         """
-        cache, ids = self.parts.cache, np.asarray(prompt_ids, np.int32)
+        cache = self.parts.cache
+        try:
+            ids = self._builder.token_ids(prompt_ids)
+        except PromptError as error:
+            raise PromptError(f"the prompt {error}") from error
         return cache.usable(cache.match(self._builder.namespace(None), ids, len(ids))).length
 
     def print_tree(self, *, max_nodes: int = 200, console: Console | None = None) -> None:
@@ -581,7 +593,8 @@ class Runtime:
                 return " ".join(map(str, tokens.tolist()))
             return self.tokenizer.decode(tokens, skip_special_tokens=False)
 
-        view = self.read_tree(lambda tree: view_tree(tree, show, max_nodes=max_nodes))
+        most = check_int("max_nodes", max_nodes, 1, 2**31 - 1)
+        view = self.read_tree(lambda tree: view_tree(tree, show, max_nodes=most))
         (console or Console()).print(view)
 
     def read_tree(self, read: Callable[[RadixTree], T]) -> T:

@@ -68,10 +68,14 @@ _Check = Callable[[str, object], object]  # name and value -> the value to keep;
 
 
 def by_field(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters by the fields that their names mean. Raises ParameterError where two names mean the same one."""
+    """Parameters by the fields that their names mean, without what is None: that is not given, but for
+    max_new_tokens, where None is a value. Raises ParameterError where two names mean the same one.
+    """
     names: dict[str, str] = {}  # field -> the name that gave it
     fields: dict[str, Any] = {}
     for name, value in values.items():
+        if value is None and SPELLINGS.get(name, name) != "max_new_tokens":
+            continue
         read = NESTED.get(name)
         for field, own in (read(name, value) if read else {SPELLINGS.get(name, name): value}).items():
             first = names.setdefault(field, name)
@@ -104,6 +108,8 @@ def _checks_what_is_given(cls: type[T]) -> type[T]:
 @dataclass(frozen=True)
 class SamplingParams:
     """Parameters of one request. Keywords may be in the spelling of vLLM or SGLang, too: see `SPELLINGS`.
+
+    None for any of them is the same as leaving it out, except for `max_new_tokens`.
 
     Logits are changed by the repetition, presence and frequency penalties, then by `logit_bias`; tokens that are
     not allowed are left out; the rest is divided by `temperature` and filtered by `top_k`, `top_p` and `min_p`, in
@@ -156,8 +162,8 @@ class SamplingParams:
             out is an alternative. A greedy token is the likeliest one after penalties, bias and bans: these are
             its log-probabilities at temperature 1. Without `logprobs` it says nothing.
         prompt_logprobs: the same for the tokens of the prompt, always of the model.
-        prompt_logprobs_start: the first prompt token that gets one. Scored tokens are computed: only the tokens
-            before them can come from the cache.
+        prompt_logprobs_start: the first prompt token that gets one; it needs `prompt_logprobs`. Scored tokens are
+            computed: only the tokens before them can come from the cache.
         truncate_prompt_tokens: a longer prompt keeps its last so many tokens, and loses what it begins with, a BOS
             or a system message as well. None: it is as long as it is.
         json_schema: the answer is a JSON value that the schema takes: a dict, JSON text, a pydantic model or a
@@ -209,50 +215,50 @@ class SamplingParams:
         def __init__(
             self,
             max_new_tokens: int | None = 128,
-            temperature: float = 1.0,
-            top_k: int = 0,
-            top_p: float = 1.0,
-            min_p: float = 0.0,
+            temperature: float | None = 1.0,
+            top_k: int | None = 0,
+            top_p: float | None = 1.0,
+            min_p: float | None = 0.0,
             seed: int | None = None,
-            stop_token_ids: Sequence[int] = (),
-            ignore_eos: bool = False,
-            min_new_tokens: int = 0,
-            n: int = 1,
+            stop_token_ids: Sequence[int] | None = (),
+            ignore_eos: bool | None = False,
+            min_new_tokens: int | None = 0,
+            n: int | None = 1,
             stop: str | Sequence[str] | None = (),
-            include_stop_str: bool = False,
-            skip_special_tokens: bool = True,
-            repetition_penalty: float = 1.0,
-            presence_penalty: float = 0.0,
-            frequency_penalty: float = 0.0,
-            logit_bias: Mapping[int, float] | Mapping[str, float] | tuple[tuple[int, float], ...] = (),
+            include_stop_str: bool | None = False,
+            skip_special_tokens: bool | None = True,
+            repetition_penalty: float | None = 1.0,
+            presence_penalty: float | None = 0.0,
+            frequency_penalty: float | None = 0.0,
+            logit_bias: Mapping[int, float] | Mapping[str, float] | tuple[tuple[int, float], ...] | None = (),
             allowed_token_ids: Sequence[int] | None = None,
-            bad_words: Sequence[str | Sequence[int]] = (),
+            bad_words: Sequence[str | Sequence[int]] | None = (),
             logprobs: int | None = None,
             prompt_logprobs: int | None = None,
-            prompt_logprobs_start: int = 0,
+            prompt_logprobs_start: int | None = 0,
             truncate_prompt_tokens: int | None = None,
-            detokenize: bool = True,
-            logprobs_mode: LogprobsMode = "raw_logprobs",
+            detokenize: bool | None = True,
+            logprobs_mode: LogprobsMode | None = "raw_logprobs",
             stop_regex: str | Sequence[str] | None = (),
             json_schema: JsonSchema | None = None,
             regex: str | None = None,
             grammar: str | None = None,
-            choice: Sequence[str] = (),
-            json_object: bool = False,
-            form_engine: FormEngine = "auto",
+            choice: Sequence[str] | None = (),
+            json_object: bool | None = False,
+            form_engine: FormEngine | None = "auto",
             *,
             max_tokens: int | None = ...,
-            min_tokens: int = ...,
+            min_tokens: int | None = ...,
             sampling_seed: int | None = ...,
-            include_stop_str_in_output: bool = ...,
-            no_stop_trim: bool = ...,
+            include_stop_str_in_output: bool | None = ...,
+            no_stop_trim: bool | None = ...,
             guided_json: JsonSchema | None = ...,
             guided_regex: str | None = ...,
             guided_grammar: str | None = ...,
-            guided_choice: Sequence[str] = ...,
-            guided_json_object: bool = ...,
+            guided_choice: Sequence[str] | None = ...,
+            guided_json_object: bool | None = ...,
             ebnf: str | None = ...,
-            response_format: Mapping[str, Any] = ...,
+            response_format: Mapping[str, Any] | None = ...,
             structured_outputs: object = ...,
             guided_decoding: object = ...,
         ) -> None: ...
@@ -299,7 +305,9 @@ def _take(own: dict[str, Any], given: Mapping[str, Any]) -> None:
     """Fill a SamplingParams with what is given, checked, and defaults. Raises ParameterError."""
     own.update(_DEFAULTS)
     for name, check in _CHECKS.items():
-        if name in given and (value := given[name]) is not _DEFAULTS[name]:
+        if (value := given.get(name, own[name])) is own[name]:
+            continue
+        if value is not None or name == "max_new_tokens":
             own[name] = check(name, value)
     _check_together(own)
 
@@ -310,6 +318,8 @@ def _check_together(own: Mapping[str, Any]) -> None:
         check_int("min_new_tokens", own["min_new_tokens"], 0, own["max_new_tokens"])
     if own["n"] > 1 and own["max_new_tokens"] == 0:
         raise ParameterError(f"n is {own['n']}, but max_new_tokens is 0: there is nothing to draw")
+    if own["prompt_logprobs_start"] and own["prompt_logprobs"] is None:
+        raise ParameterError(f"prompt_logprobs_start is {own['prompt_logprobs_start']}; it needs prompt_logprobs")
     if not own["detokenize"]:
         for name in ("stop", "stop_regex"):
             if own[name]:
@@ -324,10 +334,6 @@ def _int(low: int, high: int) -> _Check:
 
 def _float(low: float, high: float, *, above: bool = False) -> _Check:
     return lambda name, value: check_float(name, value, low, high, above=above)
-
-
-def _or_none(check: _Check) -> _Check:
-    return lambda name, value: None if value is None else check(name, value)
 
 
 def _flag(name: str, value: object) -> bool:
@@ -403,8 +409,6 @@ def _bad_words(name: str, value: object) -> tuple[str | tuple[int, ...], ...]:
 
 
 def _stop_strings(name: str, value: object) -> tuple[str, ...]:
-    if value is None:
-        return ()
     strings = (
         [value] if isinstance(value, str) else _listed(name, value, MAX_STOP_STRINGS, "strings", "a string or a")
     )
@@ -444,25 +448,25 @@ _CHECKS: Mapping[str, _Check] = MappingProxyType(
         "repetition_penalty": _float(0.01, 10.0),
         "presence_penalty": _float(-2.0, 2.0),
         "frequency_penalty": _float(-2.0, 2.0),
-        "seed": _or_none(_int(0, 2**63 - 1)),
+        "seed": _int(0, 2**63 - 1),
         "stop_token_ids": _stop_token_ids,
-        "allowed_token_ids": _or_none(_allowed),
+        "allowed_token_ids": _allowed,
         "logit_bias": _biases,
         "bad_words": _bad_words,
         "stop": _stop_strings,
         "stop_regex": _stop_regexes,
-        "logprobs": _or_none(_int(0, MAX_LOGPROBS)),
-        "prompt_logprobs": _or_none(_int(0, MAX_LOGPROBS)),
+        "logprobs": _int(0, MAX_LOGPROBS),
+        "prompt_logprobs": _int(0, MAX_LOGPROBS),
         "prompt_logprobs_start": _int(0, 2**31 - 1),
-        "truncate_prompt_tokens": _or_none(_int(1, 2**31 - 1)),
+        "truncate_prompt_tokens": _int(1, 2**31 - 1),
         "ignore_eos": _flag,
         "include_stop_str": _flag,
         "skip_special_tokens": _flag,
         "detokenize": _flag,
         "logprobs_mode": _logprobs_mode,
-        "json_schema": _or_none(schema_text),
-        "regex": _or_none(form_text),
-        "grammar": _or_none(form_text),
+        "json_schema": schema_text,
+        "regex": form_text,
+        "grammar": form_text,
         "choice": choices,
         "json_object": _flag,
         "form_engine": form_engine,

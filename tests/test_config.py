@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import json
 import subprocess
 import sys
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import pytest
 
 from radixrt import ParameterError, RunLimits, Runtime
-from radixrt.config import RuntimeConfig
+from radixrt.config import RuntimeConfig, config_as_json
 from radixrt.execution.device import choose_device
 from radixrt.limits import PassLimits
 
@@ -55,6 +57,8 @@ def test_a_runtime_takes_every_option_as_a_keyword() -> None:
         ({"tensor_parallel_size": None}, "tensor_parallel_size is None; it must be a whole number from 1 to 64"),
         ({"pipeline_parallel_size": None}, "pipeline_parallel_size is None"),
         ({"cuda_graphs": "no"}, "cuda_graphs is 'no'; it must be True, False or None"),
+        ({"context_length": -1}, "context_length is -1"),
+        ({"chat_template_kwargs": []}, r"chat_template_kwargs is \[\]; it must be a dict"),
         ({"threads": 4096}, "threads is 4096; it must be a whole number from 1 to 1024"),
         ({"host_memory_gb": 1.0, "enable_prefix_cache": False}, "nothing is kept that could go to the host"),
     ],
@@ -62,6 +66,12 @@ def test_a_runtime_takes_every_option_as_a_keyword() -> None:
 def test_options_outside_their_bounds_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ParameterError, match=message):
         RuntimeConfig(**options)
+
+
+def test_numbers_of_other_libraries_become_those_of_json() -> None:
+    given = {"max_total_tokens": np.int64(9), "context_length": np.float32(8), "memory_fraction": np.float32(0.5)}
+    values = config_as_json(RuntimeConfig(**given))  # type: ignore[arg-type]
+    assert {name: json.loads(json.dumps(values))[name] for name in given} == given
 
 
 def test_a_number_that_is_no_device_is_refused() -> None:

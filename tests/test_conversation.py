@@ -401,6 +401,10 @@ def test_bad_words_none_and_no_tokenizer(chatml: Tokenizer) -> None:
         Conversation(FakeRuntime(None))
     with pytest.raises(TokenizerError, match="chat message 0 has no 'content'"):
         Conversation(FakeRuntime(chatml), [{"role": "user"}])
+    with pytest.raises(TokenizerError, match="a chat is a list of messages, not int"):
+        Conversation(FakeRuntime(chatml), 0)  # type: ignore[arg-type]
+    with pytest.raises(TokenizerError, match="the text is a list; it must be a string"):
+        Conversation(FakeRuntime(chatml)).say([{"type": "text", "text": "a"}])  # type: ignore[arg-type]
     with pytest.raises(PromptError, match="the prompt is empty: it has no tokens"):
         Conversation(FakeRuntime(small_tokenizer("byte level"))).say("")
     for tokenizer in (chatml, small_tokenizer("bare")):

@@ -959,6 +959,10 @@ def test_what_is_cached_of_a_prompt(builtin: Runtime) -> None:
     prompt = builtin.generate("Mira likes Oslo.", Params(max_new_tokens=1)).prompt_token_ids
     for ids in (prompt, list(prompt), np.array(prompt), np.array(prompt, np.int32)):
         assert builtin.cached_len(ids) == len(prompt)
+    assert builtin.cached_len("Mira likes Oslo.") == len(prompt)
+    for bad in ([1.0, 2.0], np.array([1.5]), [[1]], [10**9], []):
+        with pytest.raises(PromptError, match=r"^the prompt "):
+            builtin.cached_len(bad)  # type: ignore[arg-type]
 
 
 # -- what a review found -----------------------------------------------------------------------------------
@@ -980,6 +984,16 @@ def test_what_is_of_a_wrong_type_is_refused_and_nothing_breaks(builtin: Runtime)
             anything.score(prompts, continuations)
     with pytest.raises(ParameterError, match="tenant is"):
         anything.generate("a", tenant=["t"])
+    with pytest.raises(PromptError, match="priority is b'x'"):
+        anything.generate(["a"], priority=b"x")
+    for options, message in (({"index": 1.5}, "index is 1.5"), ({"yields": "no"}, "yields is 'no'")):
+        with pytest.raises(ParameterError, match=message):
+            anything.prepare("a", **options)
+    for request in (1.5, None, True, [1]):
+        with pytest.raises(ParameterError, match="it must be a Request or its id"):
+            anything.abort(request)
+    with pytest.raises(ParameterError, match="max_nodes is 0"):
+        builtin.print_tree(max_nodes=0)
     (output,) = anything.generate(["a"], {"bad_words": ["\ud800"]}, on_error="return")
     assert "bad_words holds what cannot be encoded" in str(output.error)
     with pytest.raises(PromptError, match="prompt_logprobs_start is 999, but the prompt has"):

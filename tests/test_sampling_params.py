@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from radixrt import ParameterError, SamplingParams
-from radixrt.asked_form import FORM_FIELDS
+from radixrt.asked_form import FORM_FIELDS, NESTED
+from radixrt.frontend.sampling_aliases import sampling_params_from_dict
 from radixrt.sampling_params import _CHECKS, SPELLINGS
 
 BAD: list[tuple[str, Any]] = [
@@ -27,7 +28,6 @@ BAD: list[tuple[str, Any]] = [
     ("temperature", float("inf")),
     ("temperature", 10**400),
     ("temperature", "warm"),
-    ("temperature", None),
     ("top_k", -2),
     ("top_k", 1.5),
     ("top_k", float("inf")),
@@ -46,9 +46,7 @@ BAD: list[tuple[str, Any]] = [
     ("stop_token_ids", [-1]),
     ("stop_token_ids", [2**31]),
     ("stop_token_ids", list(range(129))),
-    ("stop_token_ids", None),
     ("ignore_eos", 1),
-    ("ignore_eos", None),
     ("min_new_tokens", -1),
     ("min_new_tokens", 129),  # more than max_new_tokens
     ("n", 0),
@@ -83,12 +81,10 @@ BAD: list[tuple[str, Any]] = [
     ("stop_regex", ["x" * 1025]),
     ("stop_regex", ["x"] * 65),
     ("include_stop_str", 1),
-    ("skip_special_tokens", None),
     ("logprobs", -1),
     ("logprobs", 129),
     ("prompt_logprobs", 1.5),
     ("logprobs_mode", "raw_logits"),
-    ("logprobs_mode", None),
     ("logprobs_mode", ["raw_logprobs"]),
     ("prompt_logprobs_start", -1),
 ]
@@ -120,6 +116,12 @@ def test_bounds_themselves_are_inside() -> None:
 def test_nothing_to_draw_several_times() -> None:
     with pytest.raises(ParameterError, match="n is 2, but max_new_tokens is 0"):
         SamplingParams(n=2, max_new_tokens=0)
+
+
+def test_where_scores_begin_needs_scores() -> None:
+    with pytest.raises(ParameterError, match="prompt_logprobs_start is 3; it needs prompt_logprobs"):
+        SamplingParams(prompt_logprobs_start=3)
+    assert SamplingParams(prompt_logprobs_start=0) == SamplingParams()
 
 
 def test_the_mode_of_log_probabilities_matters_where_they_are_wanted() -> None:
@@ -175,6 +177,16 @@ def test_the_spellings_of_other_engines_are_keywords() -> None:
     assert copy.copy(params) == pickle.loads(pickle.dumps(params)) == params
 
 
+def test_none_is_not_given() -> None:
+    names = {field.name for field in fields(SamplingParams)} | SPELLINGS.keys() | NESTED.keys()
+    names -= {"max_new_tokens", "max_tokens"}
+    assert SamplingParams(**dict.fromkeys(names)) == SamplingParams()
+    assert SamplingParams(guided_json=None, json_schema="{}") == SamplingParams(json_schema="{}")
+    given = SamplingParams(temperature=0, stop="x", seed=3, regex="a")
+    assert sampling_params_from_dict(dict.fromkeys(names), given) == given
+    assert replace(given, stop=None).stop == ()
+
+
 def test_no_limit_but_the_context() -> None:
     assert SamplingParams(max_tokens=None) == SamplingParams(max_new_tokens=2**31 - 1)
 
@@ -203,7 +215,8 @@ def test_checks_leave_defaults_as_they_are() -> None:
     own = SamplingParams(**{field.name: field.default for field in fields(SamplingParams)})
     assert own == defaults
     for field in fields(SamplingParams):
-        assert _CHECKS[field.name](field.name, field.default) == field.default
+        if field.default is not None:  # which is not given
+            assert _CHECKS[field.name](field.name, field.default) == field.default
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,10 @@ from radixrt.errors import BatchFileError, DeviceLostError, ErrorRateError, Radi
 from radixrt.files.disk import temporary_folder
 from radixrt.files.place import Place, check_apart, check_target, read_place
 from radixrt.files.standard import STANDARD
+from radixrt.frontend.arguments import read_params
 from radixrt.planning.batch_plan import BatchPlan
 from radixrt.report.batch_report import BatchReport
 from radixrt.report.files import ReportError, ReportFiles
-from radixrt.sampling_params import SamplingParams
 from radixrt.text.token_spelling import TokenSpelling
 from radixrt.text.tokenizer import Tokenizer
 
@@ -133,7 +133,7 @@ class Batch:
         self._input = input_path
         self.output = None if output_path == STANDARD else Path(output_path)
         self.options = options
-        self.default_params = SamplingParams() if options.default_params is None else options.default_params
+        self.default_params = read_params(options.default_params)
         self.report_files = ReportFiles(options.report, input_path)
         _check_output(output_path)
         own = [] if self.output is None else _output_places(self.output)

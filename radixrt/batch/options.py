@@ -11,8 +11,8 @@ from radixrt.batch.formats.source import MAX_LINE
 from radixrt.checks import check_float, check_int
 from radixrt.engine.signals import DRAIN_SECONDS
 from radixrt.errors import ParameterError
+from radixrt.frontend.arguments import Params
 from radixrt.report.files import Paths
-from radixrt.sampling_params import SamplingParams
 
 Order = Literal["planned", "file"]
 
@@ -20,7 +20,7 @@ Order = Literal["planned", "file"]
 class BatchOptions(TypedDict, total=False):
     """Keyword arguments of a batch; `BatchConfig` has their meaning and defaults."""
 
-    default_params: SamplingParams | None
+    default_params: Params
     overwrite: bool
     restart: bool
     strict: bool
@@ -41,7 +41,7 @@ class BatchConfig:
     """Options of a batch, validated.
 
     Attributes:
-        default_params: parameters of lines that give none; None: those of `SamplingParams()`.
+        default_params: parameters of lines that give none, also as a dict; None: those of `SamplingParams()`.
         overwrite: replace an existing output.
         restart: discard the records of an earlier run, of whatever input.
         strict: run nothing if a line is bad.
@@ -62,10 +62,10 @@ class BatchConfig:
         price_per_hour: of the machine, in any currency, for the report.
 
     Raises:
-        ParameterError: one of the numbers or the order is outside its bounds.
+        ParameterError: an option is outside its bounds, or of another type.
     """
 
-    default_params: SamplingParams | None = None
+    default_params: Params = None
     overwrite: bool = False
     restart: bool = False
     strict: bool = False
@@ -81,11 +81,16 @@ class BatchConfig:
     price_per_hour: float | None = None
 
     def __post_init__(self) -> None:
+        for name in ("overwrite", "restart", "strict", "strict_form", "keep_cache", "progress"):
+            if not isinstance(given := getattr(self, name), bool):
+                raise ParameterError(f"{name} is {given!r}; it must be True or False")
         if self.order not in ("planned", "file"):
             raise ParameterError(f"order is {self.order!r}; it must be 'planned' or 'file'")
         if self.max_error_rate is not None:
             check_float("max_error_rate", self.max_error_rate, 0.0, 1.0)
+        if self.created is not None:
+            check_int("created", self.created, 0, 2**63 - 1)
         check_float("drain_seconds", self.drain_seconds, 0.0, 1e6)
-        check_int("max_line_bytes", self.max_line_bytes, 1, 2**40)
+        object.__setattr__(self, "max_line_bytes", check_int("max_line_bytes", self.max_line_bytes, 1, 2**40))
         if self.price_per_hour is not None:
             check_float("price_per_hour", self.price_per_hour, 0.0, 1e9)

@@ -132,7 +132,8 @@ def _add_prefix_reuse(benchmarks: Any) -> None:
         epilog=_PREFIX_REUSE_EXAMPLES.format(sizes=_lines(size_table("cpu", WORKLOADS))) + _STATUS,
     )
     option = parser.add_argument_group("workloads").add_argument
-    option("--scale", choices=tuple(SCALES), help="; ".join(f"{n}: {s.description}" for n, s in SCALES.items()))
+    scales = "; ".join(f"{name}: {scale.description}" for name, scale in SCALES.items())
+    option("--scale", choices=tuple(SCALES), help=f"{scales} (cpu)")
     option(
         "--workload",
         dest="workloads",

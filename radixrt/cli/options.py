@@ -100,6 +100,13 @@ def _schema(text: str) -> str:
     return text if text.lstrip().startswith("{") else _file_text(text)
 
 
+def file_path(text: str) -> Path:
+    """A path; of an empty one pathlib would make that of the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty")
+    return Path(text)
+
+
 def _file_text(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
@@ -155,7 +162,12 @@ SAMPLING = (
         f"those of --logprobs are the model's, or of what a token was drawn from ({_DEFAULT.logprobs_mode})",
         choices=LOGPROBS_MODES,
     ),
-    Option("prompt_logprobs_start", "first prompt token with one; earlier ones may come from the cache", "N", int),
+    Option(
+        "prompt_logprobs_start",
+        "first prompt token that --prompt-logprobs scores (0); earlier ones may be cached",
+        "N",
+        int,
+    ),
     Option("truncate_prompt_tokens", "keep the last N tokens of a longer prompt", "N", int),
     Option("json_schema", "answers are JSON that this schema takes", "FILE_OR_JSON", _schema),
     Option("json_object", "answers are JSON objects"),
@@ -201,7 +213,7 @@ MODEL = (
     ),
     Option("threads", "processors used on a CPU (all that the process may use)", "N", int),
     Option("context_length", "maximum tokens of a prompt with its answer", "N", int),
-    Option("seed", "of the run, for prompts without a seed (drawn anew; in a batch, 0)", "N", int),
+    Option("seed", "of the run, for prompts without a seed (generate and chat: drawn anew; else 0)", "N", int),
 )
 
 SCHEDULE = (
@@ -230,12 +242,12 @@ SCHEDULE = (
 )
 
 KEPT_CACHE = (
-    Option("load_cache", "begin with the prefixes that an earlier run has saved", "FILE", Path),
+    Option("load_cache", "begin with the prefixes that an earlier run has saved", "FILE", file_path),
     Option(
         "save_cache",
         "save all cached prefixes when the work is done, for --load-cache; replaces only such a file",
         "FILE",
-        Path,
+        file_path,
     ),
 )
 

@@ -7,13 +7,21 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from radixrt.checks import check_int
 from radixrt.cli.exit_status import DONE
 from radixrt.cli.kept_cache import model_place
-from radixrt.cli.options import MODEL, SAMPLING, Option, add_command, add_line_option, add_options, sampling_params
+from radixrt.cli.options import (
+    MODEL,
+    SAMPLING,
+    Option,
+    add_command,
+    add_line_option,
+    add_options,
+    file_path,
+    sampling_params,
+)
 from radixrt.errors import ParameterError
 
 _EXAMPLE = """\
@@ -33,7 +41,7 @@ _CARDS = (
     "h200 (the default, measured); by published figures: b200, h100, h100-pcie, h100-nvl, a100, a100-pcie, "
     "a100-40gb, l40s, rtx-4090"
 )
-_OF_THE_MODEL = ("model", "revision", "chat_template_kwargs", "generation_config")
+_OF_THE_MODEL = ("model", "revision", "chat_template_kwargs", "generation_config", "context_length")
 _LIMITS = ("max_total_tokens", "max_running_requests", "chunked_prefill_size")
 _OPTIONS = (
     *(option for option in MODEL if option.name in (*_OF_THE_MODEL, "quantization")),
@@ -57,7 +65,7 @@ def add_plan_command(commands: Any) -> None:
     )
     option = parser.add_argument_group("files").add_argument
     option("input", metavar="FILE", help="JSON lines or parquet, one prompt each; - is standard input")
-    option("--html", type=Path, metavar="FILE", help="write the plan as a page that folds and unfolds")
+    option("--html", type=file_path, metavar="FILE", help="write the plan as a page that folds and unfolds")
     add_line_option(option)
     option("--no-progress", dest="progress", action="store_false", help="no bar on stderr")
     option("--prefixes", type=int, default=20, metavar="N", help="number of shared prefixes to show (20)")

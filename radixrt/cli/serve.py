@@ -7,13 +7,12 @@ import importlib.util
 import ipaddress
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 from radixrt.builtin import MODEL_PATH
 from radixrt.cli.exit_status import DONE, SIGNALLED
 from radixrt.cli.kept_cache import model_place, runtime_places, runtime_with_cache
-from radixrt.cli.options import add_command, add_runtime_options, runtime_options
+from radixrt.cli.options import add_command, add_runtime_options, file_path, runtime_options
 from radixrt.engine.signals import DRAIN_SECONDS, Interrupted
 from radixrt.errors import ParameterError
 from radixrt.files.place import Place, check_apart
@@ -74,7 +73,7 @@ def add_serve_command(commands: Any) -> None:
     option = parser.add_argument_group("server").add_argument
     option("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen at (127.0.0.1)")
     option("--port", type=int, default=8000, metavar="N", help="0: any that is free (8000)")
-    option("--api-key-file", type=Path, metavar="FILE", help="keys of the clients that may ask, a line each")
+    option("--api-key-file", type=file_path, metavar="FILE", help="keys of the clients that may ask, a line each")
     option("--model-name", metavar="NAME", help="as clients see it (the folder's, or the hub id)")
     option(
         "--tool-parser",
@@ -106,13 +105,13 @@ def add_serve_command(commands: Any) -> None:
     )
     option(
         "--admin-socket",
-        type=Path,
+        type=file_path,
         metavar="PATH",
         help="a Unix socket, for this user alone, that takes POST /flush and POST /save",
     )
     option(
         "--files-dir",
-        type=Path,
+        type=file_path,
         metavar="FOLDER",
         help="keep clients' files and batches there, and serve /v1/files and /v1/batches",
     )
@@ -140,6 +139,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     for name, least, most in _BOUNDS:
         if not least <= (value := getattr(arguments, name)) <= most:
             raise ParameterError(f"{name} is {value}; it must be {least} to {most}")
+    if arguments.model_name == "":
+        raise ParameterError("model_name is empty; leave it out for the name of the folder or the hub id")
     keys = arguments.api_key_file
     tenants = Tenants() if keys is None else Tenants.of_file(keys)
     if not tenants and not _is_loopback(arguments.host):

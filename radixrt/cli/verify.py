@@ -6,7 +6,6 @@ import argparse
 import itertools
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from radixrt.checks import check_int
@@ -19,6 +18,7 @@ from radixrt.cli.options import (
     add_command,
     add_line_option,
     add_options,
+    file_path,
     runtime_options,
     sampling_params,
 )
@@ -60,7 +60,7 @@ def add_verify_command(commands: Any) -> None:
     )
     option = parser.add_argument_group("files").add_argument
     option("input", metavar="FILE", help="JSON lines or parquet, one prompt each; - is standard input")
-    option("--json", type=Path, metavar="FILE", help="write the figures")
+    option("--json", type=file_path, metavar="FILE", help="write the figures")
     option("--limit", type=int, metavar="N", help="take the first N lines only (all)")
     add_line_option(option)
     option("--no-progress", dest="progress", action="store_false", help="no bar on stderr")

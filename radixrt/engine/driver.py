@@ -482,8 +482,12 @@ class Driver:
         """Deliver the output of a request if its answers have all ended."""
         request = first.request
         call = self._calls.get(request.id)
+        if (
+            call is None or call.requests.get(request.id) is not first
+        ):  # told before a panic; the id may be another's now
+            return
         # The last ones mostly end last: to begin with the first would look at all of them each time.
-        if call is None or not (all(child.finished for child in reversed(first.children)) and first.finished):
+        if not (all(child.finished for child in reversed(first.children)) and first.finished):
             return
         cut: BaseException | None = None
         try:

@@ -118,15 +118,15 @@ class FormCompiler:
         """A form of `size` bytes, or as many times that as it has beginnings."""
         made, kept_size = self._kept.pop(key, (None, 0))
         self._kept_bytes -= kept_size
+        drops_blank = self._vocabulary.drops_blank
         try:
             if key[0] == LLGUIDANCE:
-                text, drops_blank = _text_for(key[0], asked), self._vocabulary.drops_blank
-                made = made or compiled(self._tokens, asked.kind, text, drops_blank)
+                made = made or compiled(self._tokens, asked.kind, _text_for(key[0], asked), drops_blank)
                 # A form that takes much memory takes long to compile, too: all of its beginnings have a share.
                 made.expect(num_answers, self._max_kept_bytes // _MAX_SHARE // max(1, size))
                 size *= len(made.made)
             else:
-                made = made or xgrammar_grammar(self._xgrammar, asked.kind, asked.text)
+                made = made or xgrammar_grammar(self._xgrammar, asked.kind, asked.text, drops_blank)
         except Refusal as error:  # where the limits of a run are lower than those of the trial
             raise FormError(f"the {asked.kind} cannot be compiled: {_one_line(str(error))}") from error
         self._kept[key] = (made, size)  # the last one

@@ -93,9 +93,10 @@ def llguidance_matcher(tokens: Any, kind: str, text: str, drops_blank: bool) -> 
 
     limits = LLParserLimits(verbose_errors=False)
     grammar = _llguidance_grammar(kind, text, drops_blank)
-    if drops_blank and kind != "choice":
-        grammar = _after_a_blank(grammar)
     matcher = LLMatcher(tokens, grammar, log_level=0, limits=limits)
+    if drops_blank and kind != "choice" and not matcher.is_error():
+        is_its_own = matcher.validate_tokens(tokens.greedy_tokenize(" ")) > 0
+        matcher = LLMatcher(tokens, _after_a_blank(grammar, is_its_own), log_level=0, limits=limits)
     if matcher.is_error():
         raise _refusal(matcher)
     return matcher
@@ -105,11 +106,14 @@ def _refusal(matcher: Any) -> Refusal:
     return Refusal(matcher.get_error().partition("<non-verbose/>")[0].strip())
 
 
-def _after_a_blank(grammar: str) -> str:
-    """A grammar of llguidance behind a blank that may come: most models begin a word with one."""
+def _after_a_blank(grammar: str, is_its_own: bool) -> str:
+    """A grammar of llguidance behind a blank that may come: most models begin a word with one. It must come where
+    a text of the grammar may begin with a blank of its own, which would be dropped otherwise.
+    """
     parts = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
     parts[0]["name"] = "form"
-    return json.dumps({"grammars": [{"lark_grammar": 'start: " "? @form'}, *parts]})
+    blank = '" "' if is_its_own else '" "?'
+    return json.dumps({"grammars": [{"lark_grammar": f"start: {blank} @form"}, *parts]})
 
 
 def _llguidance_grammar(kind: str, text: str, drops_blank: bool) -> str:
@@ -124,7 +128,7 @@ def _llguidance_grammar(kind: str, text: str, drops_blank: bool) -> str:
         if kind == "choice":
             choices = json.loads(text)
             if drops_blank:
-                choices = [f" {choice}" for choice in choices] + [c for c in choices if not c.startswith(" ")]
+                choices = _after_blanks(choices)
             # One terminal: llguidance takes no rule with more than 2,000 alternatives.
             listed = " | ".join(map(json.dumps, choices))
             return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {listed}"))
@@ -137,6 +141,10 @@ def _llguidance_grammar(kind: str, text: str, drops_blank: bool) -> str:
         raise Refusal(str(error) or type(error).__name__) from error
 
 
+def _after_blanks(choices: list[str]) -> list[str]:
+    return [f" {choice}" for choice in choices] + [choice for choice in choices if not choice.startswith(" ")]
+
+
 def xgrammar_compiler(tokens: Any) -> Any:
     """A GrammarCompiler for the tokens of an LLTokenizer."""
     from xgrammar import GrammarCompiler, TokenizerInfo
@@ -147,18 +155,24 @@ def xgrammar_compiler(tokens: Any) -> Any:
     return GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
 
-def xgrammar_grammar(compiler: Any, kind: str, text: str) -> Any:
-    """A CompiledGrammar. Raises Refusal."""
+def xgrammar_grammar(compiler: Any, kind: str, text: str, drops_blank: bool) -> Any:
+    """A CompiledGrammar, of bytes that may begin with a blank that is dropped. Raises Refusal."""
+    from xgrammar import Grammar, GrammarMatcher
+
     try:
         if kind == "json_schema":
             return compiler.compile_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE)
-        if kind == "regex":
-            return compiler.compile_regex(text)
         if kind == "choice":
-            return compiler.compile_grammar(f"root ::= {' | '.join(map(_ebnf, json.loads(text)))}")
-        if "::=" not in text:
+            choices = json.loads(text)
+            listed = _after_blanks(choices) if drops_blank else choices
+            return compiler.compile_grammar(f"root ::= {' | '.join(map(_ebnf, listed))}")
+        if kind == "grammar" and "::=" not in text:
             raise Refusal("it takes grammars in GBNF alone")
-        return compiler.compile_grammar(text)
+        grammar = (Grammar.from_regex if kind == "regex" else Grammar.from_ebnf)(text)
+        compiled = compiler.compile_grammar(grammar)
+        if drops_blank and GrammarMatcher(compiled).accept_string(" "):  # a blank of its own
+            return compiler.compile_grammar(Grammar.concat(Grammar.from_ebnf('root ::= " "'), grammar))
+        return compiled
     except Refusal:
         raise
     except Exception as error:  # those of C++
@@ -194,12 +208,13 @@ class _Llguidance:
 class _Xgrammar:
     def __init__(self, tokens: Any, drops_blank: bool) -> None:
         self._compiler, self._size = xgrammar_compiler(tokens), tokens.vocab_size
+        self._drops_blank = drops_blank
 
     def start(self, kind: str, text: str) -> tuple[Callable[[], bytes], Callable[[int], None]]:
         """Two functions of a matcher: one makes the next mask, one takes a token. They raise Refusal."""
         from xgrammar import GrammarMatcher, allocate_token_bitmask
 
-        matcher = GrammarMatcher(xgrammar_grammar(self._compiler, kind, text))
+        matcher = GrammarMatcher(xgrammar_grammar(self._compiler, kind, text, self._drops_blank))
         row = allocate_token_bitmask(1, self._size)
 
         def mask() -> bytes:

@@ -113,7 +113,7 @@ def one_each(params: Params | Iterable[Params], count: int, many: bool) -> Seque
 
 def one_priority_each(priority: int | Iterable[int], count: int, many: bool) -> Sequence[int]:
     """A priority for each of `count` prompts, from one for all or from a list. Raises ParameterError."""
-    if not many or isinstance(priority, str) or not isinstance(priority, Iterable):
+    if not many or isinstance(priority, (str, bytes)) or not isinstance(priority, Iterable):
         return [cast("int", priority)] * count
     each = list(priority)
     if len(each) != count:

@@ -24,7 +24,7 @@ from radixrt.text.token_spelling import TokenSpelling
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-UNNAMED_MODEL = "radixrt"  # in the response where the body names none
+UNNAMED_MODEL = "radixrt"  # in the response where neither the body nor a server names one
 
 _LOWEST_LOGPROB = -9999.0  # what OpenAI writes for a token that is next to impossible
 
@@ -75,9 +75,11 @@ _KNOWN = {
 }
 
 
-def asked_model(given: dict[str, Any]) -> str:
-    """What a body without what is null calls the model. Raises ValueError unless that is a string."""
-    return check_kind("model", given.get("model", UNNAMED_MODEL), str, "a string")
+def asked_model(given: dict[str, Any], unnamed: str = UNNAMED_MODEL) -> str:
+    """What a body without what is null calls the model, or its name otherwise, `unnamed`. Raises ValueError unless
+    that is a string.
+    """
+    return check_kind("model", given.get("model", unnamed), str, "a string")
 
 
 def sampling_values(url: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -109,7 +111,8 @@ def sampling_values(url: str, given: dict[str, Any]) -> dict[str, Any]:
     else:
         if "logprobs" in given:
             values["logprobs"] = logprobs
-        if (best_of := given.get("best_of", given.get("n", 1))) != given.get("n", 1):
+        best_of = given.get("best_of", given.get("n", 1))
+        if best_of != given.get("n", 1) or isinstance(best_of, bool):
             raise ParameterError(
                 f"best_of is {as_json(best_of)}, which is not n; that cannot be honoured: leave it out"
             )

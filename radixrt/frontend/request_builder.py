@@ -328,7 +328,8 @@ class RequestBuilder:
             if self._forms is None:
                 if self.tokenizer is None:
                     raise FormError(f"{asked.kind} needs a tokenizer, and the model's folder has none")
-                self._forms = form_compiler(_vocabulary(self.tokenizer, self.config))
+                end_ids = tuple(sorted(self.config.eos_token_ids))
+                self._forms = form_compiler(vocabulary_of(self.tokenizer, self.config.vocab_size, end_ids))
         return self._forms.compile(asked, stop_ids, params.n)
 
     def _spelled(self, word: str | tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -401,16 +402,18 @@ class RequestBuilder:
         return tokenizer.encode(prompt, add_special_tokens=is_text)
 
 
-def _vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> Vocabulary:
-    """The tokens of a model, for forms. Raises FormError if their bytes are not known."""
-    size, end_ids = config.vocab_size, tuple(sorted(config.eos_token_ids))
+def vocabulary_of(tokenizer: Tokenizer, size: int, end_ids: tuple[int, ...]) -> Vocabulary:
+    """The tokens of a model of `size` ids, for forms. Raises FormError if their bytes are not known."""
     if (serialized := tokenizer.serialized()) is not None:
         return Vocabulary(size, end_ids, serialized, drops_blank=tokenizer.drops_blank)
     if not (tokens := tokenizer.token_bytes()):
         raise FormError("answers in a form need the bytes of tokens, and this tokenizer does not tell them")
+    if tokenizer.drops_blank:
+        # Sentencepiece by itself keeps a blank that is a token of one byte: forms do without it.
+        tokens = [None if token == b" " and i in tokenizer.byte_ids else token for i, token in enumerate(tokens)]
+    spelled = tuple(token or b"" for token in tokens)
     special_ids = tuple(i for i, token in enumerate(tokens) if token is None)
-    # Not with `drops_blank`: sentencepiece by itself keeps a blank that is a token of one byte.
-    return Vocabulary(size, end_ids, None, tuple(token or b"" for token in tokens), special_ids)
+    return Vocabulary(size, end_ids, None, spelled, special_ids, tokenizer.drops_blank)
 
 
 def builder_without_weights(

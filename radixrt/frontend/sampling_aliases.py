@@ -42,8 +42,7 @@ def sampling_params_from_dict(values: Mapping[str, Any], defaults: SamplingParam
         listed = ", ".join(with_nearest(key, known) for key in unknown)
         names = ", ".join(dict.fromkeys(known.values()))
         raise ParameterError(f"unknown sampling parameter{many} {listed}; known are {names}")
-    given = {key: value for key, value in values.items() if value is not None or known[key] == "max_new_tokens"}
-    own = by_field(given)
+    own = by_field(values)
     if defaults is None:
         return SamplingParams(**own)
     if not own.keys().isdisjoint(FORM_FIELDS):

@@ -15,6 +15,7 @@ from triton_ops.linear.int4_linear import GROUP
 
 _BLOCKS = [BLOCK, BLOCK]
 _REMEDY = "take the checkpoint that is not quantised; quantization='fp8' makes it half as large"
+_FORMATS = ("checkpoint_format", "format")  # where GPTQModel says how words are packed: in one of them, or both
 # compressed-tensors' names of what has a scale of its own.
 _STRATEGIES = {"tensor": Scales.TENSOR, "channel": Scales.ROW, "block": Scales.BLOCK}
 
@@ -56,9 +57,9 @@ def _read_fp8(given: Mapping[str, Any]) -> Quantization:
 def _read_awq(given: Mapping[str, Any]) -> Quantization:
     """Zeros are stored, whatever zero_point says."""
     _check_four_bits(given)
-    version = given.get("version", "gemm")
-    if str(version).lower() != "gemm":
-        raise _refusal(f"has the version {version!r}; 'gemm' is supported")
+    for name in ("version", *_FORMATS):
+        if str(given.get(name) or "gemm").lower() != "gemm":
+            raise _refusal(f"has the {name} {given[name]!r}; 'gemm' is supported")
     return Quantization(Scales.GROUP, "scales", _names(given, "modules_to_not_convert"), Words.AWQ)
 
 
@@ -67,9 +68,15 @@ def _read_gptq(given: Mapping[str, Any]) -> Quantization:
     _check_four_bits(given)
     if given.get("desc_act", False) is not False:
         raise _refusal(f"has desc_act {given['desc_act']!r}; False is supported")
-    form = given.get("checkpoint_format") or "gptq"
-    if form not in ("gptq", "gptq_v2") or given.get("is_marlin_format"):
-        raise _refusal(f"has the checkpoint_format {form!r}; 'gptq' and 'gptq_v2' are supported, and not Marlin's")
+    if given.get("is_marlin_format"):
+        raise _refusal("has is_marlin_format, whose words are not read")
+    forms = {name: given[name] for name in _FORMATS if given.get(name)}
+    for name, form in forms.items():
+        if form not in ("gptq", "gptq_v2"):
+            raise _refusal(f"has the {name} {form!r}; 'gptq' and 'gptq_v2' are supported")
+    if len(set(forms.values())) > 1:
+        raise _refusal(f"has {' and '.join(f'the {name} {form!r}' for name, form in forms.items())}")
+    form = next(iter(forms.values()), "gptq")
     for own in ("lm_head", "dynamic", "modules_in_block_to_quantize"):
         if given.get(own):
             raise _refusal(f"has {own} {given[own]!r}; all linear layers but the output head are to be alike")

@@ -18,7 +18,7 @@ class Demands:
 
     Attributes:
         lengths: tokens of the prompt.
-        new_tokens: expected tokens of each answer to it, at least one.
+        new_tokens: expected tokens of each answer to it; 0 where it is only computed.
         num_answers: answers to it.
         match_limits: leading tokens of it that may come from the cache. The others are computed in any case, for
             their logits: the last one, and those before which log-probabilities of the prompt are wanted.
@@ -43,7 +43,7 @@ class Demands:
             return np.broadcast_to(np.asarray(numbers, dtype=np.int64), len(lengths))
 
         limits = lengths - 1 if match_limits is None else np.minimum(each(match_limits), lengths - 1)
-        return cls(lengths, np.maximum(1, each(new_tokens)), each(num_answers), np.maximum(0, limits))
+        return cls(lengths, each(new_tokens), each(num_answers), np.maximum(0, limits))
 
     def __getitem__(self, prompts: Int64Array) -> Demands:
         """Those of some prompts, in their order."""
@@ -52,4 +52,4 @@ class Demands:
     @property
     def grown(self) -> Int64Array:
         """Tokens of each answer whose KV needs memory: the last one's does not."""
-        return self.new_tokens - 1
+        return np.maximum(0, self.new_tokens - 1)

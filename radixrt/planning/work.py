@@ -105,7 +105,7 @@ def _min_seconds(
     attended = (own + count * steps * asked.lengths).sum()
     decode_ops = float(shape.weight_ops) * (count * steps).sum() + shape.attention_ops * attended
     read = (own + np.where(count == 1, private, 0) * steps).sum()
-    passes = int(asked.new_tokens.max(initial=0))
+    passes = int(np.maximum(1, asked.new_tokens).max(initial=0))  # one for a prompt alone
     bytes_read = float(shape.read_bytes(1.0)) * passes + shape.kv_bytes * read
     bytes_read += 2 * shape.state_bytes * float((count * steps).sum())
     ops = _prefill_ops(asked, distinct, shape) + decode_ops

@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -30,7 +31,7 @@ from radixrt.config import RuntimeConfig
 from radixrt.engine.gc_control import old_objects_left_alone
 from radixrt.engine.signals import deferred
 from radixrt.errors import DeviceLostError, ParameterError, PassError, RadixrtError, ReplicaLostError
-from radixrt.frontend.arguments import OnError, Params, Prompt, listed_prompts
+from radixrt.frontend.arguments import OnError, Params, Prompt, listed_prompts, read_params
 from radixrt.frontend.request_builder import builder_without_weights
 from radixrt.limits import HANG_SECONDS, RunLimits
 from radixrt.listed import listed_requests, store_of
@@ -114,6 +115,7 @@ class ReplicaGroup:
         self._weights = GroupWeights()
         self._call = threading.Lock()  # held by a call that is not over
         self.lanes: tuple[Replica, ...] = ()
+        self._end_dropped: weakref.finalize[..., ReplicaGroup] | None = None
         try:
             for number in range(num_replicas or 1):
                 self.lanes += (Replica(number, links, hang_seconds, clock),)
@@ -121,6 +123,9 @@ class ReplicaGroup:
         except BaseException:
             self.close()
             raise
+        # Replicas of a group that is dropped. At the process's exit they end by themselves.
+        self._end_dropped = weakref.finalize(self, _end, self.lanes)
+        self._end_dropped.atexit = False
         said = [lane.ready for lane in self.lanes if lane.is_ready]
         self.limits = RunLimits(*map(min, zip(*(each["limits"] for each in said), strict=True)))
         self.context_length = self._builder.context_length = min(each["context_length"] for each in said)
@@ -195,8 +200,7 @@ class ReplicaGroup:
         """`Runtime.run_batch`, on all replicas. It may go on with what fewer or more of them have begun."""
         from radixrt.batch.job import run_batch
 
-        if options.get("default_params") is None:
-            options["default_params"] = self.default_params
+        options["default_params"] = read_params(options.get("default_params"), self.default_params)
         self._check_open()
         with self._only_call():
             while self.has_work:  # of a call that was left early: it was aborted, and nobody has looked since
@@ -236,7 +240,9 @@ class ReplicaGroup:
         self, prompt: Prompt, sampling_params: Params = None, *, index: int = 0, keep: int | None = None
     ) -> Request:
         """`Runtime.prepare`."""
-        return replace(self._builder.build(prompt, sampling_params, index=index), reusable_len=keep)
+        kept = None if keep is None else check_int("keep", keep, 0, 2**31 - 1)
+        index = check_int("index", index, -1, 2**63 - 1)  # -1: of no list
+        return replace(self._builder.build(prompt, sampling_params, index=index), reusable_len=kept)
 
     def step(self) -> list[RequestOutput]:
         """Wait a moment for replicas. Returns what has ended, with a ReplicaLostError as the cause where a replica
@@ -334,20 +340,12 @@ class ReplicaGroup:
         return Handout(dispatch, self.lanes, first, answers)
 
     def close(self) -> None:
-        """End all replicas; again: nothing."""
-        links = [lane.link for lane in self.lanes if not lane.is_gone]
-        self.lanes = ()
+        """End all replicas, as those of a group that is dropped; again: nothing."""
+        lanes, self.lanes = self.lanes, ()
+        if self._end_dropped is not None:
+            self._end_dropped.detach()
         self._weights.close()
-        try:
-            for link in links:
-                link.close()
-            ends = time.monotonic() + EXIT_SECONDS
-            for link in links:
-                link.wait_for_end(max(0.0, ends - time.monotonic()))
-        except BaseException:  # a second Ctrl-C: none may stay
-            for link in links:
-                link.end()
-            raise
+        _end(lanes)
 
     def __enter__(self) -> ReplicaGroup:
         return self
@@ -403,6 +401,20 @@ class ReplicaGroup:
             f"needs up to {request.max_slots} KV slots, but the replicas' pools have {self.limits.pool_tokens}: "
             "shorten it, lower max_new_tokens, or raise max_total_tokens or memory_fraction"
         )
+
+
+def _end(lanes: Sequence[Replica]) -> None:
+    links = [lane.link for lane in lanes if not lane.is_gone]
+    try:
+        for link in links:
+            link.close()
+        ends = time.monotonic() + EXIT_SECONDS
+        for link in links:
+            link.wait_for_end(max(0.0, ends - time.monotonic()))
+    except BaseException:  # a second Ctrl-C: none may stay
+        for link in links:
+            link.end()
+        raise
 
 
 class _Work:

@@ -193,7 +193,7 @@ class Server:
         return await self._answer(self._answering, self._reader(COMPLETIONS), request, tenant)
 
     def _reader(self, url: str) -> Callable[..., Asked]:
-        return partial(read_asked, url, parsers=self._parsers, tokenizer=self.runtime.tokenizer)
+        return partial(read_asked, url, parsers=self._parsers, tokenizer=self.runtime.tokenizer, name=self.name)
 
     async def _generate(self, request: Request, tenant: str | None) -> Response:
         return await self._answer(Generating(self.runtime), read_generate, request, tenant)
@@ -274,7 +274,7 @@ class Server:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
 
     async def _score(self, request: Request, tenant: str | None) -> Response:
-        asked = await self._read(request, partial(read_scores, limits=self.limits))
+        asked = await self._read(request, partial(read_scores, limits=self.limits, name=self.name))
         began = time.perf_counter()
         with self._pending.held(asked.num_scores):
             self._begin_work()

@@ -33,7 +33,7 @@ class Asked:
 
     Attributes:
         url: of its endpoint.
-        model: as the body calls it.
+        model: as the body calls it, or the server.
         prompts: one, or for completions several.
         params: of all their answers.
         reading: how answers are taken apart; None: not at all.
@@ -65,8 +65,12 @@ def read_asked(
     limits: Limits,
     parsers: Parsers,
     tokenizer: Tokenizer | None,
+    name: str,
 ) -> Asked:
-    """What a body without what is null asks for. Raises ParameterError, PromptError or TokenizerError, by name."""
+    """What a body without what is null asks for; `name` is the model's where the body has none.
+
+    Raises ParameterError, PromptError or TokenizerError, by name.
+    """
     own = ("stream", "stream_options", *(("echo",) if url == COMPLETIONS else ()))
     rest = {name: value for name, value in given.items() if name not in own}
     if url == CHAT:
@@ -81,7 +85,7 @@ def read_asked(
     reading = None
     if isinstance(prompts[0], Chat):
         reading, params = reading_of(given, prompts[0], params, parsers, tokenizer)
-    return Asked(url, model_of(rest, limits), prompts, params, reading, is_echoed, *streaming)
+    return Asked(url, model_of(rest, limits, name), prompts, params, reading, is_echoed, *streaming)
 
 
 def is_read_soon(given: Mapping[str, Any]) -> bool:
@@ -94,7 +98,7 @@ def _streaming(given: dict[str, Any]) -> tuple[bool, bool, bool]:
     is_streamed, options = flag_of(given, "stream"), given.get("stream_options", {})
     if not isinstance(options, dict) or not options.keys() <= {*_STREAM_OPTIONS}:
         raise ParameterError(f"stream_options is {as_json(options)}; it may have {', '.join(_STREAM_OPTIONS)}")
-    in_the_end, in_each = (options.get(name, False) for name in _STREAM_OPTIONS)
+    in_the_end, in_each = (False if options.get(name) is None else options[name] for name in _STREAM_OPTIONS)
     if not all(isinstance(flag, bool) for flag in (in_the_end, in_each)):
         raise ParameterError(f"stream_options is {as_json(options)}; what it has must be true or false")
     if "stream_options" in given and not is_streamed:
@@ -129,9 +133,9 @@ def check_size(num_prompts: int, num_answers: int, limits: Limits) -> None:
         )
 
 
-def model_of(given: dict[str, Any], limits: Limits) -> str:
-    """What a body calls the model. Raises ParameterError where that is too long, or PromptError."""
-    if len(model := asked_model(given)) > limits.model_length:
+def model_of(given: dict[str, Any], limits: Limits, name: str) -> str:
+    """What a body calls the model, or its name. Raises ParameterError where that is too long, or PromptError."""
+    if len(model := asked_model(given, name)) > limits.model_length:
         raise ParameterError(f"model has {len(model):,} characters; {limits.model_length} are the most")
     return model
 

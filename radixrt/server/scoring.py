@@ -22,7 +22,7 @@ class AskedScores:
     """One body.
 
     Attributes:
-        model: as the body calls it.
+        model: as the body calls it, or the server.
         prompts: the query with each item.
         labels: ids of the tokens to score after each.
         is_softmax: whether the scores after a prompt are to add up to 1.
@@ -38,8 +38,11 @@ class AskedScores:
         return len(self.prompts) * len(self.labels)
 
 
-def read_scores(given: dict[str, Any], limits: Limits) -> AskedScores:
-    """What a body without what is null asks for. Raises ParameterError or PromptError, by name."""
+def read_scores(given: dict[str, Any], limits: Limits, name: str) -> AskedScores:
+    """What a body without what is null asks for; `name` is the model's where the body has none.
+
+    Raises ParameterError or PromptError, by name.
+    """
     check_known(given, "query", "items", "label_token_ids", "apply_softmax", "item_first")
     query: Any = check_prompt("query", given.get("query"))
     items = given.get("items")
@@ -56,7 +59,7 @@ def read_scores(given: dict[str, Any], limits: Limits) -> AskedScores:
     if not prompts:
         raise PromptError("items is empty")
     check_size(len(prompts), len(labels), limits)
-    return AskedScores(model_of(given, limits), prompts, labels, is_softmax)
+    return AskedScores(model_of(given, limits, name), prompts, labels, is_softmax)
 
 
 def scores_body(asked: AskedScores, scored: Sequence[Sequence[ScoreOutput]]) -> dict[str, object]:

@@ -45,7 +45,7 @@ class Chat:
             return given
         if not isinstance(given, Mapping) or "messages" not in given:
             return cls(checked_messages(given))  # type: ignore[arg-type]  # it says what is wrong
-        if unknown := [key for key in given if key not in _GIVEN]:
+        if unknown := [key for key in given if key not in _GIVEN and given[key] is not None]:
             raise TokenizerError(f"a chat has {', '.join(map(repr, unknown))}; it may have {', '.join(_GIVEN)}")
         messages = checked_messages(given["messages"])
         continued = given.get("continue_final_message")

@@ -43,54 +43,35 @@ class TokenStatistics:
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """The length of a prompt, and the number of leading tokens it shares with sequences computed before it.
-
-    Its last `computed` tokens are computed in any case, for their logits: one, or the scored ones and the one
-    before them.
-    """
+    """The length of a prompt, and the number of leading tokens it shares with sequences computed before it."""
 
     length: int
     shared: int
-    computed: int = 1
 
     @property
     def distinct(self) -> int:
         return self.length - self.shared
 
-    @property
-    def cached(self) -> int:
-        """Maximum number of its tokens that the cache can serve."""
-        return max(0, min(self.shared, self.length - self.computed))
 
-
-def shared_prefixes(
-    prompts: Sequence[Prompt], computed_before: Sequence[Prompt] = (), computed: Sequence[int] | None = None
-) -> list[SharedPrefix]:
+def shared_prefixes(prompts: Sequence[Prompt], computed_before: Sequence[Prompt] = ()) -> list[SharedPrefix]:
     """For each of `prompts`, in lexicographic order: the prefix it shares with earlier ones or with any of
     `computed_before`. No other order shares more tokens.
 
     Each is a list of ids that fit in int32, or int32 [num_tokens]. In lexicographic order a sequence shares its
     longest prefix with a neighbour, on either side. Any order of the tokens will do, so the sequences are sorted
-    as bytes. `computed` is `SharedPrefix.computed` of each prompt; None: 1.
+    as bytes.
     """
-    each = [1] * len(prompts) if computed is None else computed
-    ordered = sorted(
-        [(np.asarray(tokens, dtype=np.int32).tobytes(), False, 0) for tokens in computed_before]
-        + [
-            (np.asarray(tokens, dtype=np.int32).tobytes(), True, own)
-            for tokens, own in zip(prompts, each, strict=True)
-        ]
-    )
+    ordered = sorted([(_bytes(one), False) for one in computed_before] + [(_bytes(one), True) for one in prompts])
     found = []
     following = b""  # the next sequence of `computed_before`
     for i in reversed(range(len(ordered))):
-        current, is_new, own = ordered[i]
+        current, is_new = ordered[i]
         if not is_new:
             following = current
             continue
         preceding = ordered[i - 1][0] if i else b""
         shared = max(_common_prefix(current, preceding), _common_prefix(current, following))
-        found.append(SharedPrefix(len(current) // 4, shared, own))
+        found.append(SharedPrefix(len(current) // 4, shared))
     return found[::-1]
 
 
@@ -102,11 +83,11 @@ def token_statistics(
     The cache holds the tokens of `computed_before` at first. `computed` says how many of each prompt's last tokens
     are computed in any case; None: one.
     """
-    prefixes = shared_prefixes(prompts, computed_before, computed)
+    prefixes = shared_prefixes(prompts, computed_before)
     return TokenStatistics(
         prompt_tokens=sum(prefix.length for prefix in prefixes),
         distinct_tokens=sum(prefix.distinct for prefix in prefixes),
-        best_cached_tokens=sum(prefix.cached for prefix in prefixes),
+        best_cached_tokens=_best_cached(prompts, computed_before, computed),
     )
 
 
@@ -116,6 +97,44 @@ def best_hit_rate(prompts: Sequence[Prompt]) -> float:
     Hits on generated tokens do not count.
     """
     return token_statistics(prompts).best_hit_rate
+
+
+def _best_cached(
+    prompts: Sequence[Prompt], computed_before: Sequence[Prompt], computed: Sequence[int] | None
+) -> int:
+    """The most prompt tokens that the cache can serve, in any order of the prompts.
+
+    Where a prompt computes a token of the trie in any case, and runs first, all others that want it find it. Every
+    other token of the trie is computed once, unless it was before.
+    """
+    each = [1] * len(prompts) if computed is None else computed
+    limits = [max(0, len(one) - own) for one, own in zip(prompts, each, strict=True)]
+    ordered = sorted(
+        [(_bytes(one), 0) for one in computed_before] + list(zip(map(_bytes, prompts), limits, strict=True))
+    )
+    once, last = 0, b""
+    path = [(0, 0)]  # of the trie, down to `last`: depth of a node, the lowest limit of the prompts below it
+    for tokens, limit in [*ordered, (b"", 0)]:
+        length, shared = len(tokens) // 4, _common_prefix(last, tokens)
+        while path[-1][0] > shared:
+            depth, lowest = path.pop()
+            above = max(shared, path[-1][0])
+            once += max(0, min(depth, lowest) - above)
+            _add(path, above, lowest)
+        _add(path, length, limit)
+        last = tokens
+    return sum(limits) - once
+
+
+def _add(path: list[tuple[int, int]], depth: int, limit: int) -> None:
+    """A node at the end of a path, which may be there."""
+    if path[-1][0] == depth:
+        limit = min(limit, path.pop()[1])
+    path.append((depth, limit))
+
+
+def _bytes(tokens: Prompt) -> bytes:
+    return np.asarray(tokens, dtype=np.int32).tobytes()
 
 
 def _common_prefix(a: bytes, b: bytes) -> int:

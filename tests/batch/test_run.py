@@ -367,6 +367,18 @@ def test_rates_out_of_bounds(files: tuple[Path, Path], rate: Any) -> None:
         run_batch(simulated_runtime(), *files, max_error_rate=rate)
 
 
+def test_flags_that_are_none_and_parameters_as_a_dict(files: tuple[Path, Path]) -> None:
+    files[1].write_text("an older one")
+    for option, value in (("overwrite", "no"), ("restart", 1), ("strict", None), ("created", "now")):
+        with pytest.raises(ParameterError, match=f"{option} is {value!r}"):
+            run_batch(simulated_runtime(), *files, **{option: value})
+    with pytest.raises(ParameterError, match="sampling parameters are a dict or a SamplingParams, not 5"):
+        run_batch(simulated_runtime(), *files, overwrite=True, default_params=5)  # type: ignore[arg-type]
+    assert files[1].read_text() == "an older one"
+    run_batch(simulated_runtime(), *files, overwrite=True, default_params={"n": 2})
+    assert {len(json.loads(line)["outputs"]) for line in files[1].read_text().splitlines()} == {2}
+
+
 @pytest.mark.parametrize("line_format", ["plain", "openai"])
 def test_errors_are_found_in_records(tmp_path: Path, line_format: str) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

@@ -29,6 +29,7 @@ from tests.support.serving import Served, until
         (["--api-key-file", "nothing"], "the API keys in nothing cannot be read"),
         (["--api-key-file", "short"], "line 1 of short is no API key"),
         (["--api-key-file", "empty"], "empty must have an API key a line"),
+        (["--model-name", ""], "model_name is empty"),
         (["--port", "70000"], "port is 70000; it must be 0 to 65535"),
         (["--max-pending", "0"], "max_pending is 0"),
         (["--admin-socket", "short"], "short is there and is no socket; give another name"),
@@ -55,6 +56,13 @@ def test_what_cannot_be_served(
     Path("empty").write_text("# none yet\n")
     assert main(["serve", "--port", "0", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--files-dir", "--admin-socket", "--api-key-file", "--load-cache"])
+def test_empty_paths_are_not_the_current_folder(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "--port", "0", option, ""])
+    assert f"argument {option}: the path is empty" in capsys.readouterr().err
 
 
 def test_threads_are_switched_soon_while_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:

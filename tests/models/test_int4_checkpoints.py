@@ -66,6 +66,14 @@ def test_checkpoints_are_what_transformers_makes_of_their_numbers(name: str, tmp
     assert_close(torch.cat(logits), dense(reference, ids), atol=1e-4)
 
 
+def test_a_second_format_of_gptq_under_its_other_name(tmp_path: Path) -> None:
+    """GPTQModel's `format` alone: zeros are not less one."""
+    reference = write(llama(), tmp_path, Words.GPTQ_V2, checkpoint_format=None, format="gptq_v2")
+    model, config = load_model(tmp_path)
+    ids = prompt(9, 1)
+    assert_close(Session(model, config).run((1, ids, 0))[0], dense(reference, ids), atol=1e-4)
+
+
 # --- held in 4 bits ---
 
 
@@ -223,6 +231,9 @@ def test_what_configs_say() -> None:
     own = awq_config(version="GEMM", zero_point=False, modules_to_not_convert=names)
     assert read(own) == (Words.AWQ, "scales", ("visual", "model.layers.3.mlp"))
     assert read(gptq_config(checkpoint_format=None)) == (Words.GPTQ, "scales", ())
+    for own in ({"checkpoint_format": "gptq_v2"}, {"format": "gptq_v2", "checkpoint_format": None}):
+        assert read(gptq_config(**own))[0] is Words.GPTQ_V2
+    assert read(gptq_config(format="gptq"))[0] is Words.GPTQ
     assert read(FORMATS[Words.GPTQ_V2]) == (Words.GPTQ_V2, "scales", ())
     assert read(packed_config()) == (Words.COMPRESSED, "weight_scale", ("lm_head",))
 
@@ -232,11 +243,14 @@ REFUSED: list[tuple[object, str]] = [
     (awq_config(group_size=64), "bits 4 and group_size 64"),
     (awq_config(version="gemv"), "version 'gemv'; 'gemm' is supported"),
     (awq_config(version="marlin"), "version 'marlin'"),
+    (awq_config(version=None, format="gemv"), "format 'gemv'; 'gemm' is supported"),
     (gptq_config(bits=3), "bits 3 and group_size 128"),
     (gptq_config(group_size=-1), "bits 4 and group_size -1"),
     (gptq_config(desc_act=True), "desc_act True; False is supported"),
     (gptq_config(checkpoint_format="marlin"), "checkpoint_format 'marlin'; 'gptq' and 'gptq_v2' are supported"),
-    (gptq_config(is_marlin_format=True), "and not Marlin's"),
+    (gptq_config(is_marlin_format=True), "is_marlin_format, whose words are not read"),
+    (gptq_config(format="marlin"), "format 'marlin'; 'gptq' and 'gptq_v2' are supported"),
+    (gptq_config(format="gptq_v2"), "the checkpoint_format 'gptq' and the format 'gptq_v2'"),
     (gptq_config(lm_head=True), "lm_head True; all linear layers but the output head are to be alike"),
     (gptq_config(dynamic={"-:.*down.*": {}}), "dynamic .* are to be alike"),
     (packed_config({"num_bits": 8}), "symmetric integers of 4 bits in groups of 128, without actorder, are"),

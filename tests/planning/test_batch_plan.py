@@ -191,7 +191,7 @@ def test_followers_wait_under_every_budget(name: str, budget: int) -> None:
 @given(prompts=prompt_lists(), data=st.data())
 def test_the_least_pool_keeps_all_hits(prompts: list[list[int]], data: st.DataObject) -> None:
     prompts = [prompt for prompt in prompts if prompt]
-    new_tokens = np.array([data.draw(st.integers(1, 5)) for _ in prompts], dtype=np.int64)
+    new_tokens = np.array([data.draw(st.integers(0, 5)) for _ in prompts], dtype=np.int64)
     plan = planned(prompts, new_tokens)
     limits = RunLimits(
         max(1, plan.longest_request) + data.draw(st.integers(0, 20)),
@@ -488,6 +488,8 @@ def test_work_of_two_prompts() -> None:
     assert work is not None
     assert (work.computed_tokens, work.generated_tokens) == (4, 2)
     assert work.prefill_seconds == 4 * 84 + 9 * 16 + 2 * 20
+    alone = planned([[1, 2, 3], [1, 2, 4]], 0).expect(RunLimits(50), TOY, DeviceSpeed(1e30, 1.0)).work
+    assert alone == replace(work, generated_tokens=0)
     quantised = plan.expect(RunLimits(50), replace(TOY, layers_in_e4m3=True), DeviceSpeed(1e30, 1.0)).work
     assert quantised is not None
     assert quantised.prefill_seconds == 4 * 42 + 9 * 16 + 2 * 20

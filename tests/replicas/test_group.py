@@ -499,6 +499,14 @@ def test_an_error_of_the_first_start_is_raised() -> None:
     assert all(link.is_dead for link in links.links.values())
 
 
+def test_numbers_that_are_none_are_refused_here() -> None:
+    """As they would end a replica."""
+    with group_of(LocalLinks(simulated_runtime), 1) as group:
+        for option in ("keep", "index"):
+            with pytest.raises(ParameterError, match=f"{option} is 1.5"):
+                group.prepare([1, 2], PARAMS, **{option: 1.5})  # type: ignore[arg-type]
+
+
 # -- batches ---------------------------------------------------------------------------------------------------
 
 

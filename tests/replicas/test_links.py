@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -68,6 +69,16 @@ def test_answers_and_the_end() -> None:
         assert pids(group) == own
     assert not any(map(is_running, own))
     group.close()
+
+
+def test_a_group_that_is_dropped_ends_its_replicas() -> None:
+    """Nothing is left of their processes either."""
+    group = group_of(2)
+    own = pids(group)
+    assert all(map(is_running, own))
+    del group
+    gc.collect()
+    assert not any(map(is_running, own))
 
 
 def test_replicas_end_with_their_group() -> None:

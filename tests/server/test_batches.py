@@ -145,6 +145,15 @@ def test_a_batch_by_the_client_of_openai(kept: Kept) -> None:
     client.files.delete(batch.input_file_id)
 
 
+def test_lines_that_name_no_model_are_told_the_served_one(kept: Kept) -> None:
+    client = client_of(kept.serve())
+    given = line("a", prompt="a")
+    del given["body"]["model"]
+    batch = ended(client, create(client, [given, line("b", prompt="b")]))
+    told = [one["response"]["body"]["model"] for one in records(client, batch.output_file_id)]
+    assert told == ["built-in", GREEDY["model"]]
+
+
 def test_chats(kept: Kept) -> None:
     client = client_of(kept.serve())
     given = [line("a", CHAT, messages=[{"role": "user", "content": QUESTIONS[0]}])]

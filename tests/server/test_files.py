@@ -16,12 +16,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from starlette.responses import FileResponse
 
 from radixrt.errors import BatchFileError, ParameterError
 from radixrt.runtime import Runtime
 from radixrt.server.app import Server
 from radixrt.server.batches.service import Batches
 from radixrt.server.files.folder import files_folder
+from radixrt.server.files.record import FileRecord
 from radixrt.server.files.store import FileStore
 from radixrt.server.files.upload import Form
 from radixrt.server.limits import Limits
@@ -73,6 +75,35 @@ def test_a_file_by_the_client_of_openai(keeping: Keeping, tmp_path: Path) -> Non
     for ask in (client.files.retrieve, client.files.content, client.files.delete):
         with pytest.raises(openai.NotFoundError, match="there is no such file"):
             ask(made.id)
+
+
+def test_a_file_that_is_deleted_while_it_is_downloaded(
+    keeping: Keeping, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is there until it was asked for, or it is not found; there is no half of it."""
+    client = client_of(keeping())
+    get, begin = FileStore.get, FileResponse.__call__
+    made = [client.files.create(file=("in.jsonl", b"content"), purpose="batch") for _ in range(2)]
+
+    def unlink() -> None:
+        for path in (tmp_path / "kept").rglob("file-*"):
+            if path.suffix != ".json":
+                path.unlink()
+
+    def got(store: FileStore, file_id: str) -> FileRecord:
+        record = get(store, file_id)
+        unlink()
+        return record
+
+    async def begun(*arguments: Any) -> None:
+        unlink()
+        await begin(*arguments)
+
+    monkeypatch.setattr(FileResponse, "__call__", begun)
+    assert client.files.content(made[0].id).read() == b"content"
+    monkeypatch.setattr(FileStore, "get", got)
+    with pytest.raises(openai.NotFoundError, match="there is no such file"):
+        client.files.content(made[1].id)
 
 
 def test_lists_go_page_by_page(keeping: Keeping) -> None:

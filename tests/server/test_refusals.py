@@ -59,6 +59,7 @@ STREAM: dict[str, Any] = {"prompt": "a", "stream": True}
             400,
             "best_of is 2, which is not n; that cannot be honoured",
         ),
+        ("/v1/completions", {"prompt": "a", "best_of": True}, 400, "best_of is true"),
         ("/v1/chat/completions", {"messages": "a"}, 400, "messages is a string"),
         ("/v1/chat/completions", {"messages": [], "echo": True}, 400, "echo"),
         (

@@ -15,7 +15,7 @@ import pydantic
 import pytest
 
 from radixrt.errors import ParameterError
-from radixrt.frontend.openai import CHAT, COMPLETIONS, chunk_body
+from radixrt.frontend.openai import _KNOWN, CHAT, COMPLETIONS, chunk_body
 from radixrt.runtime import Runtime
 from radixrt.server.app import Server
 from radixrt.server.event_frame import EventFrame, event_bytes
@@ -94,6 +94,33 @@ def test_chats(serving: Serving) -> None:
     answer = client_of(serving()).chat.completions.create(messages=messages, **GREEDY)
     assert answer.choices[0].message.content == "374"
     assert answer.object == "chat.completion"
+
+
+def test_what_is_null_is_not_given(serving: Serving) -> None:
+    url = serving()
+    body = {**dict.fromkeys(_KNOWN[COMPLETIONS]), "prompt": QUESTIONS[0], "temperature": 0}
+    more = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": None}}
+    for asked in (body, {**body, **more}):
+        response = httpx.post(f"{url}{COMPLETIONS}", json=asked, timeout=30)
+        assert response.status_code == 200, response.text
+        assert "Oslo" in response.text
+    asked = {"text": QUESTIONS[0], "stream": None, "sampling_params": {"temperature": 0, "stop_token_ids": None}}
+    assert httpx.post(f"{url}/generate", json=asked, timeout=30).json()["text"].strip() == "Oslo"
+
+
+def test_who_names_no_model_is_told_the_served_one(serving: Serving, runtime: Runtime) -> None:
+    url = serving(Server(runtime, "ours/built-in"))
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 2}),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 2, "model": None}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}),
+        ("/v1/score", {"query": "a", "items": "b", "label_token_ids": [5]}),
+    ]
+    for path, body in bodies:
+        assert httpx.post(f"{url}{path}", json=body, timeout=30).json()["model"] == "ours/built-in"
+    streamed = httpx.post(f"{url}{COMPLETIONS}", json={**bodies[0][1], "stream": True}, timeout=30).text
+    told = [json.loads(line[6:]) for line in streamed.split("\n\n")[:-2]]
+    assert {chunk["model"] for chunk in told} == {"ours/built-in"}
 
 
 @pytest.mark.parametrize("is_chat", [False, True])

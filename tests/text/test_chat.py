@@ -63,6 +63,13 @@ def test_the_template_alone_decides_about_bos(tmp_path: Path, kind: str, templat
     assert ids == theirs["input_ids"]
 
 
+def test_what_is_none_is_not_given() -> None:
+    """As in messages that OpenAI's clients have made of answers."""
+    answer = {"role": "assistant", "content": "b", "refusal": None, "tool_calls": None, "annotations": []}
+    chat = Chat.of({"messages": [answer], "tools": None, "continue_final_message": None, "more": None})
+    assert chat == Chat([{"role": "assistant", "content": "b"}])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tokenizer_without_a_template(kind: str) -> None:
     assert not small_tokenizer(kind).has_chat_template

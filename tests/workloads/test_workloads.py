@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixrt.bench.catalogue import LISTS as LIST_NAMES
@@ -67,6 +68,27 @@ def test_is_what_an_unlimited_cache_reaches_at_best(prompts: list[list[int]], se
     assert in_order(prompts).best_cached_tokens <= expected.best_cached_tokens
     assert token_statistics(prompts) == expected
     assert token_statistics([np.array(prompt, dtype=np.int32) for prompt in prompts]) == expected
+
+
+@settings(deadline=None)
+@given(prompts=st.lists(st.lists(TOKENS, max_size=4), max_size=5), before=PROMPTS, data=st.data())
+def test_prompts_of_which_more_is_computed(
+    prompts: list[list[int]], before: list[list[int]], data: st.DataObject
+) -> None:
+    """The best of all orders, with memory for all."""
+    computed = [data.draw(st.integers(1, 5)) for _ in prompts]
+
+    def hits(order: Sequence[int]) -> int:
+        known = {tuple(one[: n + 1]) for one in before for n in range(len(one))}
+        found = 0
+        for i in order:
+            prefixes = [tuple(prompts[i][: n + 1]) for n in range(len(prompts[i]))]
+            found += sum(prefix in known for prefix in prefixes[: max(0, len(prefixes) - computed[i])])
+            known.update(prefixes)
+        return found
+
+    best = max(map(hits, itertools.permutations(range(len(prompts)))))
+    assert token_statistics(prompts, before, computed).best_cached_tokens == best
 
 
 def test_a_whole_hit_computes_its_last_token() -> None:

@@ -27,6 +27,7 @@ from radixrt.batch.formats.source import BadLine
 from radixrt.batch.formats.strict_json import dump_line, loads
 from radixrt.batch.tally import Tally
 from radixrt.checks import kind
+from radixrt.frontend.openai import UNNAMED_MODEL
 from radixrt.output import RequestOutput
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.token_spelling import TokenSpelling
@@ -44,6 +45,7 @@ class LineParser:
         file_format: of the file, if it is known, so that a part of a file is read like the whole.
         url: with it, each line must be in OpenAI's format, and ask this endpoint.
         chats: takes answers to chats in OpenAI's format apart; None: they stay text.
+        model: its name in answers to lines in OpenAI's format that name none.
 
     Attributes:
         chats: the same.
@@ -56,9 +58,10 @@ class LineParser:
         file_format: Format | None = None,
         url: str | None = None,
         chats: ChatReader | None = None,
+        model: str = UNNAMED_MODEL,
     ) -> None:
         self.file_format = file_format if url is None else Format.OPENAI
-        self._url, self.chats = url, chats
+        self._url, self.chats, self._model = url, chats, model
         self._parameters = ParameterReader(default_params)
 
     def parse(self, line: bytes | BadLine) -> InputRecord:
@@ -87,7 +90,7 @@ class LineParser:
         if self.file_format is None:
             self.file_format = told
         if (told or self.file_format) is Format.OPENAI:
-            return read_openai(value, self._parameters, self._url, self.chats)
+            return read_openai(value, self._parameters, self._url, self.chats, self._model)
         return read_plain(value, self._parameters)
 
     def _unreadable(self, message: str, line: bytes) -> LineError:

@@ -80,8 +80,9 @@ def read_openai(
     parameters: ParameterReader,
     only_url: str | None = None,
     chats: ChatReader | None = None,
+    model: str = UNNAMED_MODEL,
 ) -> InputRecord:
-    """What a line asks for, if need be of one endpoint alone. Raises LineError."""
+    """What a line asks for, if need be of one endpoint alone; `model` where it names none. Raises LineError."""
     custom_id, url, body = line.get("custom_id"), line.get("url"), line.get("body")
     reply = openai_reply(custom_id if isinstance(custom_id, str) else None)
     try:
@@ -89,7 +90,7 @@ def read_openai(
         assert isinstance(url, str)  # it is one of two
         assert isinstance(body, dict)
         given = {name: value for name, value in body.items() if value is not None}
-        reply = openai_reply(custom_id, url, asked_model(given))
+        reply = openai_reply(custom_id, url, asked_model(given, model))
     except ValueError as error:
         raise LineError(LineErrorType.INVALID_LINE, str(error), reply) from None
     try:

@@ -228,7 +228,9 @@ class BatchQueue:
         """Answer the lines of a batch; False if it has ended before. Raises BatchInterrupted by `stop`."""
         assert batch.folder is not None
         try:
-            scanned = running.scanned = self._work.scan(batch, record.endpoint, self._tenant, running.ending)
+            scanned = running.scanned = self._work.scan(
+                batch, record.endpoint, record.model, self._tenant, running.ending
+            )
             with self._changed:
                 self._change(record.id, counts=replace(record.counts, total=len(scanned.lines)))
                 if self._is(record.id, Status.VALIDATING):

@@ -101,14 +101,18 @@ class Work:
         )
         return Batch(input_path, output_path, options)
 
-    def scan(self, batch: Batch, endpoint: str, tenant: str | None, interrupt: Interrupt) -> ScannedBatch:
-        """Read and check all lines. Raises BatchFailed where one is none of this endpoint, or BatchInterrupted."""
+    def scan(
+        self, batch: Batch, endpoint: str, model: str, tenant: str | None, interrupt: Interrupt
+    ) -> ScannedBatch:
+        """Read and check all lines; `model` where one names none. Raises BatchFailed where one is none of this
+        endpoint, or BatchInterrupted.
+        """
         runtime = self._runtime
         scanned = batch.scan(
             runtime.tokenizer,
             self._check_of(tenant),
             runtime.context_length,
-            parser=_PausingParser(runtime.default_params, url=endpoint, chats=self._chats),
+            parser=_PausingParser(runtime.default_params, url=endpoint, chats=self._chats, model=model),
             interrupt=interrupt,
         )
         if not len(scanned.lines):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from radixrt.checks import short
 from radixrt.errors import ParameterError
@@ -85,9 +87,11 @@ class FileEndpoints:
         return JsonResponse(self._asked(request, tenant).body())
 
     async def _content(self, request: Request, tenant: str | None) -> Response:
-        content = self._stores[tenant].content(self._asked(request, tenant))
-        headers = {"Content-Disposition": "attachment", "X-Content-Type-Options": "nosniff"}
-        return FileResponse(content, headers=headers, media_type="application/octet-stream")
+        try:
+            content = await self._in_thread(self._stores[tenant].opened, self._asked(request, tenant))
+        except OSError as error:
+            raise disk_refuses(error) from error
+        return _Content(content)
 
     async def _delete(self, request: Request, tenant: str | None) -> Response:
         record = self._asked(request, tenant)
@@ -105,6 +109,21 @@ class FileEndpoints:
 
     async def _in_thread(self, call: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
+
+
+class _Content(FileResponse):
+    """The content of a file, which may be deleted meanwhile."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        headers = {"Content-Disposition": "attachment", "X-Content-Type-Options": "nosniff"}
+        status = os.fstat(file.fileno())
+        media_type = "application/octet-stream"
+        super().__init__(f"/dev/fd/{file.fileno()}", headers=headers, media_type=media_type, stat_result=status)
+        self._file = file
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._file:
+            await super().__call__(scope, receive, send)
 
 
 def _check(form: Form) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
+from typing import BinaryIO
 
 from radixrt.files.atomic_file import AtomicFile
 from radixrt.server.files.record import FileRecord
@@ -39,12 +40,21 @@ class FileStore:
     def get(self, file_id: str) -> FileRecord:
         """Raises Refusal where there is none of that id."""
         if (record := self._records.get(file_id)) is None:
-            raise Refusal(404, "there is no such file", "file_not_found")
+            raise _not_found()
         return record
 
     def content(self, record: FileRecord) -> Path:
         """Where the content of a file is."""
         return self._folder / record.id
+
+    def opened(self, record: FileRecord) -> BinaryIO:
+        """The content of a file, which is read to its end also if it is deleted meanwhile. Raises Refusal where it
+        was before, OSError where the disk refuses.
+        """
+        try:
+            return self.content(record).open("rb")
+        except FileNotFoundError:
+            raise _not_found() from None
 
     def delete(self, record: FileRecord) -> None:
         """Remove a file, its record first. Raises OSError where the disk refuses."""
@@ -101,6 +111,10 @@ class FileStore:
         with self._lock:
             self._drafts -= 1
             self._drafted_bytes -= size
+
+
+def _not_found() -> Refusal:
+    return Refusal(404, "there is no such file", "file_not_found")
 
 
 class Draft:
