@@ -173,7 +173,9 @@ def test_a_call_that_must_be(parsers: Parsers, more: dict[str, Any], serving: Se
 )
 def test_one_call_that_must_be_or_several(more: dict[str, Any], are_several: bool) -> None:
     """A named function is called once."""
-    asked = read_asked(CHAT, {**ASK, "tools": TOOLS, **more}, SamplingParams(), Limits(), Parsers("hermes"), None)
+    asked = read_asked(
+        CHAT, {**ASK, "tools": TOOLS, **more}, SamplingParams(), Limits(), Parsers("hermes"), None, "served"
+    )
     assert asked.params.grammar is not None
     assert (" (/\\n/ call)*" in asked.params.grammar) == are_several
     assert asked.params.grammar.count("<tool_call>") == (2 if more["tool_choice"] == "required" else 1)
@@ -321,7 +323,7 @@ def test_thoughts_that_the_template_has_opened(more: dict[str, Any], is_thinking
     parsers = chosen(tokenizer)
     assert parsers == Parsers(None, "think")
     body = {"messages": ASK["messages"], **more}
-    asked = read_asked(CHAT, body, SamplingParams(), Limits(), parsers, tokenizer)
+    asked = read_asked(CHAT, body, SamplingParams(), Limits(), parsers, tokenizer, "served")
     assert asked.reading is not None
     assert asked.reading.is_thinking == is_thinking
     assert asked.params.skip_special_tokens
@@ -333,7 +335,9 @@ def test_models_that_have_no_tools(serving: Serving, runtime: Runtime, tmp_path:
     response = httpx.post(f"{url}/v1/chat/completions", json={**ASK, "tools": TOOLS, "tool_choice": "required"})
     assert "no parser of this model's calls is chosen (--tool-parser)" in response.json()["error"]["message"]
     tokenizer = chat_tokenizer(tmp_path, CHATML)
-    asked = read_asked(CHAT, {**ASK, "tools": TOOLS}, SamplingParams(), Limits(), chosen(tokenizer), tokenizer)
+    asked = read_asked(
+        CHAT, {**ASK, "tools": TOOLS}, SamplingParams(), Limits(), chosen(tokenizer), tokenizer, "served"
+    )
     with pytest.raises(
         TokenizerError, match="the chat has 'tools', which the chat template of this checkpoint does"
     ):
