@@ -7,6 +7,7 @@ Where there is a GPU or no Linux, and where libraries would find another environ
 from __future__ import annotations
 
 import atexit
+import ctypes
 import fcntl
 import json
 import os
@@ -26,10 +27,13 @@ from typing import Any
 
 import torch
 
-_FIRST_SPARE = 500  # descriptors up to here are those that a process is to have
 _LOOK_SECONDS = 0.05
 _MOST_BYTES = 1 << 20
 _AT_IMPORT = ("TRITON_INTERPRET", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PYTHONOPTIMIZE")  # read once
+_ENVIRONMENT = dict(
+    os.environ
+)  # of the process that is forked, whatever the test that is the first to need it sets
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 class ForkedProcess:
@@ -74,8 +78,7 @@ class ForkedProcess:
         return status
 
     def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
+        self._template.ask({"signalled": self.pid, "number": number})
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -84,7 +87,7 @@ class ForkedProcess:
 def popen(command: Sequence[str], **options: Any) -> ForkedProcess | subprocess.Popen[bytes]:
     """A forked process if `command` is `[sys.executable, "-m", MODULE, ...]`, a real one otherwise."""
     environment: Mapping[str, str] = options.get("env") or os.environ
-    is_other = any(environment.get(name) != os.environ.get(name) for name in _AT_IMPORT)
+    is_other = any(environment.get(name) != _ENVIRONMENT.get(name) for name in _AT_IMPORT)
     can_fork = sys.platform == "linux" and not torch.cuda.is_available()
     if not can_fork or is_other or list(command[:2]) != [sys.executable, "-m"]:
         return subprocess.Popen(command, **options)
@@ -119,12 +122,15 @@ class _Template:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.forked_processes", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
+                env=_ENVIRONMENT,
                 stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for pytest, which has processes to end
             )
         atexit.register(self._end)
 
     def _end(self) -> None:
         self._socket.close()
+        self._process.kill()
         self._process.wait()
 
     def ask(self, question: dict[str, Any], descriptors: Sequence[int] = ()) -> Any:
@@ -163,16 +169,23 @@ def _serve(connection: socket.socket) -> dict[str, Any] | None:
         if "ended" in asked:
             connection.send(json.dumps(ended.get(asked["ended"])).encode())
             continue
+        if "signalled" in asked:
+            if asked["signalled"] in running:  # none but this one waits for it: its number is no other's yet
+                os.kill(asked["signalled"], asked["number"])
+            connection.send(b"null")
+            continue
         if "running" in asked:
             found = [process for process, module in running.items() if module == asked["running"]]
             connection.send(json.dumps(found).encode())
             continue
         process = os.fork()
         if process == 0:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody else could end it
             connection.close()
             _take(dict(zip(asked["numbers"], descriptors, strict=True)))
             return asked
         running[process] = asked["module"]
+        ended.pop(process, None)  # an earlier one of this number
         for descriptor in descriptors:
             os.close(descriptor)
         connection.send(json.dumps(process).encode())
@@ -180,7 +193,8 @@ def _serve(connection: socket.socket) -> dict[str, Any] | None:
 
 def _take(descriptors: Mapping[int, int]) -> None:
     """Have what was received open under the given numbers, and not as it came."""
-    spare = {number: fcntl.fcntl(own, fcntl.F_DUPFD, _FIRST_SPARE) for number, own in descriptors.items()}
+    above = max(descriptors) + 1
+    spare = {number: fcntl.fcntl(own, fcntl.F_DUPFD, above) for number, own in descriptors.items()}
     for own in descriptors.values():
         os.close(own)
     for number, own in spare.items():
