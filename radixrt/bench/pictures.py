@@ -24,7 +24,7 @@ def draw_blocks(axes: Any, blocks: Sequence[Sequence[Bar]], form: str) -> list[i
         names, lengths, colours = zip(*block, strict=True)
         at = range(lines, lines + len(block))
         ticks |= dict(zip(at, names, strict=True))
-        bars = axes.barh(at, lengths, 0.8, color=colours)
+        bars = axes.barh(at, lengths, 0.8, color=list(colours))  # a tuple of two is a colour with its alpha
         axes.bar_label(bars, [format(length, form) if length else "" for length in lengths], padding=4, fontsize=8)
         firsts.append(lines)
         lines += len(block) + 1  # a line between two blocks

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -24,6 +25,7 @@ from rich.console import Console
 import radixrt
 from radixrt.bench.catalogue import ABLATIONS, CONFIGS, LISTS, SHAPES, write_shape
 from radixrt.bench.kernels.goals import CARD
+from radixrt.bench.pictures import draw_blocks
 from radixrt.bench.run import Runs
 from radixrt.bench.throughput import benchmark, engine_process, passes
 from radixrt.bench.throughput.engine_process import only_visible
@@ -615,6 +617,13 @@ def test_goals_of_start_and_step(device: str, verdicts: list[str]) -> None:
     assert re.findall(r"goal .*?: (met|missed)\)", shown) == verdicts
     assert "CPU 1.10 ms" in shown
     assert re.search(r"│ +20\.0 │ +4\.0 │ +5\.00 │ matmul", shown)
+
+
+def test_two_bars_have_a_colour_each() -> None:
+    """matplotlib 3.8.0 takes a tuple of two for one colour and its alpha."""
+    axes = MagicMock()
+    draw_blocks(axes, [[("ours", 1.0, "#111111"), ("theirs", 2.0, "#222222")]], ".1f")
+    assert axes.barh.call_args.kwargs["color"] == ["#111111", "#222222"]
 
 
 def test_plot(tmp_path: Path) -> None:
