@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 
 from radixrt.arrays import Int32Array
-from radixrt.bench.report import figure_table
+from radixrt.bench.report import figure_table, wide_console
 from radixrt.limits import RunLimits
 from radixrt.planning.batch_plan import BatchPlan, plan_batch
 from radixrt.planning.cache_model import model_run
@@ -182,7 +181,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=100_000, metavar="N", help="of each case (100000)")
     parser.add_argument("--no-predictions", dest="predictions", action="store_false", help="speed alone")
     arguments = parser.parse_args()
-    console = Console()
+    console = wide_console(110)
     table = figure_table(None, "case", "prompts", "tokens", "plan, s", "hints, s", "model, s", "memory, MB")
     for case, (length, _, _) in CASES.items():
         prompts = arguments.prompts if length <= 1_000 else arguments.prompts // 5
