@@ -345,8 +345,10 @@ class ReplicaGroup:
         lanes, self.lanes = self.lanes, ()
         if self._end_dropped is not None:
             self._end_dropped.detach()
-        self._weights.close()
-        _end(lanes)
+        try:
+            _end(lanes)
+        finally:
+            self._weights.close()
 
     def __enter__(self) -> ReplicaGroup:
         return self

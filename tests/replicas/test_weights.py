@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -339,6 +340,17 @@ def test_tensors_that_cannot_be_written_leave_nothing(temporary: Path, monkeypat
         with pytest.raises(OSError, match="No space left"):
             group.update_weights({"a": torch.ones(1)})
         assert not [*temporary.iterdir()]
+
+
+def test_replicas_end_also_where_a_file_cannot_be_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    links = LocalLinks(Loading().make)
+    group = group_of(links, 2)
+    group.update_weights({"a": torch.ones(1)})
+    with monkeypatch.context() as patched:
+        patched.setattr(tempfile.TemporaryDirectory, "cleanup", Mock(side_effect=PermissionError("no")))
+        with pytest.raises(PermissionError):
+            group.close()
+    assert all(link.is_dead for link in links.links.values())
 
 
 def test_tensors_do_not_go_to_other_hosts() -> None:
