@@ -95,7 +95,7 @@ class LoadedModel:
                     if asked:
                         followers.wait_for(*asked)
         else:
-            if os.path.exists(source):
+            if isinstance(source, (str, Path)) and os.path.exists(source):
                 source = Path(source).resolve()  # others may have started in another folder
             self._reload_all(followers, source, before_change, [])
 

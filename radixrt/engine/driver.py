@@ -482,9 +482,8 @@ class Driver:
         """Deliver the output of a request if its answers have all ended."""
         request = first.request
         call = self._calls.get(request.id)
-        if (
-            call is None or call.requests.get(request.id) is not first
-        ):  # told before a panic; the id may be another's now
+        # It may have been told before a panic, and the id be another's now.
+        if call is None or call.requests.get(request.id) is not first:
             return
         # The last ones mostly end last: to begin with the first would look at all of them each time.
         if not (all(child.finished for child in reversed(first.children)) and first.finished):

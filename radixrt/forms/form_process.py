@@ -93,8 +93,10 @@ def llguidance_matcher(tokens: Any, kind: str, text: str, drops_blank: bool) -> 
 
     limits = LLParserLimits(verbose_errors=False)
     grammar = _llguidance_grammar(kind, text, drops_blank)
+    if drops_blank and kind == "json_schema":  # JSON never begins with one: it is not compiled twice
+        grammar = _after_a_blank(grammar, is_its_own=False)
     matcher = LLMatcher(tokens, grammar, log_level=0, limits=limits)
-    if drops_blank and kind != "choice" and not matcher.is_error():
+    if drops_blank and kind in ("regex", "grammar") and not matcher.is_error():
         is_its_own = matcher.validate_tokens(tokens.greedy_tokenize(" ")) > 0
         matcher = LLMatcher(tokens, _after_a_blank(grammar, is_its_own), log_level=0, limits=limits)
     if matcher.is_error():

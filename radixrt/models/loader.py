@@ -20,7 +20,7 @@ from layers.placement import Placement
 from layers.quantization import Quantization, Scales
 from layers.ranks import ALONE, Ranks
 from layers.stages import WHOLE, Stage
-from radixrt.errors import ModelError
+from radixrt.errors import ModelError, RadixrtError
 from radixrt.files.model_files import unusable_file
 from radixrt.models import gguf_file
 from radixrt.models.config import ModelConfig, read_architecture
@@ -175,13 +175,16 @@ def reload_weights(
     or tensors by name. `config` is that of the whole model, as `load_model` has returned it.
 
     Names and shapes of all tensors are checked first: after a ModelError nothing has changed. `before_change` is
-    called before the first weight is replaced.
+    called before the first weight is replaced; where a file cannot be read from then on, RadixrtError is raised.
     """
     weights = _weights_of(source, config)
     whole = whole_of(model, config)
     _check_stored(whole, config, weights, weights.stored())
     before_change()
-    _fill(model, whole, config, weights)
+    try:
+        _fill(model, whole, config, weights)
+    except ModelError as error:
+        raise RadixrtError(f"some weights are those of before: {error}") from error
     if model.placement.device.type == "cuda":  # other threads, and so other streams, read them next
         torch.cuda.synchronize(model.placement.device)
 

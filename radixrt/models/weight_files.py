@@ -144,6 +144,8 @@ class WeightTensors:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
+            if not isinstance(name, str):
+                raise ModelError(f"{name!r} of the given weights is no name of a tensor")
             if not isinstance(tensor, Tensor):
                 raise ModelError(f"{name!r} of the given weights is a {type(tensor).__name__}, not a tensor")
             if hasattr(tensor, "full_tensor"):

@@ -119,7 +119,7 @@ class ReplicaGroup:
         try:
             for number in range(num_replicas or 1):
                 self.lanes += (Replica(number, links, hang_seconds, clock),)
-            self._wait_for(lambda: all(lane.is_ready or lane.is_gone for lane in self.lanes))
+            self._wait_for_all()
         except BaseException:
             self.close()
             raise
@@ -223,6 +223,7 @@ class ReplicaGroup:
                 "hosts read, and give its path"
             )
         with self._only_call():
+            self._wait_for_all()  # one that starts is told of what others have, once it can answer
             self._weights.load(source, self.lanes)
             if (error := self._settled()) is not None:
                 raise error
@@ -231,7 +232,7 @@ class ReplicaGroup:
         """Wait until all replicas have the same weights. Returns why none could load others."""
         if not self._weights.are_loading:
             return None
-        self._wait_for(lambda: all(lane.is_ready or lane.is_gone for lane in self.lanes))
+        self._wait_for_all()
         return self._weights.settle(self.lanes)
 
     # -- step by step: a `BatchRuntime` ----------------------------------------------------------------------
@@ -344,8 +345,10 @@ class ReplicaGroup:
         lanes, self.lanes = self.lanes, ()
         if self._end_dropped is not None:
             self._end_dropped.detach()
-        self._weights.close()
-        _end(lanes)
+        try:
+            _end(lanes)
+        finally:
+            self._weights.close()
 
     def __enter__(self) -> ReplicaGroup:
         return self
@@ -392,6 +395,11 @@ class ReplicaGroup:
         """Until a condition holds. Nobody has requests meanwhile."""
         while not condition():
             self.step()
+
+    def _wait_for_all(self) -> None:
+        """Until all replicas are ready, or gone: but not all of them."""
+        lanes = self.lanes
+        self._wait_for(lambda: any(o.is_ready for o in lanes) and all(o.is_ready or o.is_gone for o in lanes))
 
     def _refusal(self, request: Request) -> str | None:
         """Why a request does not fit into the smallest of the pools."""

@@ -219,10 +219,10 @@ class Replica:
     def receive(self) -> list[RequestOutput]:
         """Outputs that have come; if it was lost, those of all its requests, with a ReplicaLostError."""
         outputs: list[RequestOutput] = []
-        for message in self.link.receive():
+        for message in (link := self.link).receive():
             outputs += self._read(message)
-            if self.refusal is not None or self.is_gone:
-                return outputs
+            if self.refusal is not None or self.is_gone or self.link is not link:
+                return outputs  # what it has said besides is of no use
         now, limit = self._clock(), self._hang_seconds if self._unfinished and self.is_ready else START_SECONDS
         if self.link.is_closed:
             outputs += self._lose("its process has ended")
@@ -262,7 +262,9 @@ class Replica:
                 self._waiting.pop(request_id, None)
             self._count(outputs)
         elif "identity" in body:
-            self.identity, self._is_asked = body["identity"], False
+            self._is_asked = False
+            if self._num_loaded == self._num_loads:  # not that of weights that it was to replace since
+                self.identity = body["identity"]
         elif "load" in body:
             self._num_loaded = body["load"]
             if body["error"] is not None:
@@ -280,6 +282,7 @@ class Replica:
 
     def renew(self, reason: str) -> None:
         """End its process, and start another one in its place. It has no requests."""
+        self.identity = None
         self._lose(reason)
 
     def give_up(self) -> None:

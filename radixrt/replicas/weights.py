@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from radixrt.engine.signals import deferred
-from radixrt.errors import RadixrtError
+from radixrt.errors import ModelError, RadixrtError
 from radixrt.replicas.replica import Replica
 
 if TYPE_CHECKING:
@@ -33,11 +33,13 @@ class GroupWeights:
         self._folders: dict[str, TemporaryDirectory[str]] = {}  # by what is in them
 
     def load(self, source: WeightSource, lanes: Sequence[Replica]) -> None:
-        """Let all replicas load weights. Raises ModelError where tensors are none, or OSError where they find no
+        """Let all replicas load weights. Raises ModelError where these are none, or OSError where tensors find no
         room in the folder for temporary files.
         """
         if isinstance(source, Mapping):
             self._next = self._written(source)
+        elif not isinstance(source, (str, Path)):
+            raise ModelError(f"weights are a {type(source).__name__}; give a path, a hub id or tensors by name")
         else:
             self._next = str(Path(source).resolve() if os.path.exists(source) else source)
         with deferred():  # all are told, or none
@@ -51,20 +53,21 @@ class GroupWeights:
 
         Returns the error if none could load them: they are as `Runtime.update_weights` leaves them.
         """
-        self.are_loading = False
         present = [lane for lane in lanes if not lane.is_gone]
         failed = [(lane, lane.error) for lane in present if lane.error is not None]
         error = None
-        if len(failed) < len(present):
-            self._source = self._next
-            for lane, own in failed:
-                lane.renew(f"it could not load other weights: {own}")
-        elif failed:
-            error = failed[0][1]
-            for lane in present:
-                lane.weights, lane.error = self._source, None
-        for path in self._folders.keys() - {self._source}:
-            self._folders.pop(path).cleanup()
+        with deferred():  # all have the same, or `settle` is to be called again
+            self.are_loading = False
+            if len(failed) < len(present):
+                self._source = self._next
+                for lane, own in failed:
+                    lane.renew(f"it could not load other weights: {own}")
+            elif failed:
+                error = failed[0][1]
+                for lane in present:
+                    lane.weights, lane.error = self._source, None
+            for path in self._folders.keys() - {self._source}:
+                self._folders.pop(path).cleanup()
         return error
 
     def close(self) -> None:
@@ -77,6 +80,10 @@ class GroupWeights:
 
         weights, folder = WeightTensors(tensors), TemporaryDirectory(prefix="radixrt-weights-")
         path = os.path.join(folder.name, "weights.safetensors")
+        try:
+            weights.write(Path(path))
+        except BaseException:  # such as a full disk
+            folder.cleanup()
+            raise
         self._folders[path] = folder
-        weights.write(Path(path))
         return path

@@ -14,7 +14,7 @@ from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 from radixrt.engine.gc_control import old_objects_left_alone
-from radixrt.errors import DeviceLostError, RadixrtError
+from radixrt.errors import DeviceLostError, ModelError, RadixrtError
 from radixrt.output import RequestOutput
 from radixrt.replicas.messages import ended_message, requests_of, state_as_json
 from radixrt.workers.channel import Channel, Message, error_as_json
@@ -77,20 +77,25 @@ class Server:
             for request_id in body["abort"]:
                 self._runtime.abort(request_id)
         elif "identity" in body:
-            return Message({"identity": self._runtime.identity()})
+            return self._after_all({"identity": self._runtime.identity()})
         elif "weights" in body:
-            return Message({"load": body["load"], "error": self._load(body["weights"])})
+            return self._after_all({"load": body["load"], "error": self._load(body["weights"])})
         return None
 
     def _load(self, source: str) -> list[str] | None:
-        """Load other weights. Returns the error where that cannot be done."""
+        """Load other weights. Returns the error where nothing has changed."""
         try:
             self._runtime.update_weights(source)
-        except DeviceLostError:
-            raise
-        except RadixrtError as error:
+        except ModelError as error:
             return error_as_json(error)
+        except RadixrtError as error:  # there may be weights of both
+            raise DeviceLostError(str(error)) from error
         return None
+
+    def _after_all(self, body: dict[str, Any]) -> Message:
+        """The answer to what has run all requests to their end: no later pass may come that would tell of them."""
+        self._ended += self._runtime.step()
+        return Message(body)
 
     def step(self) -> Message | None:
         """Run a pass. Returns what has ended, or after a while that passes go on."""

@@ -135,7 +135,7 @@ def check_size(num_prompts: int, num_answers: int, limits: Limits) -> None:
 
 def model_of(given: dict[str, Any], limits: Limits, name: str) -> str:
     """What a body calls the model, or its name. Raises ParameterError where that is too long, or PromptError."""
-    if len(model := asked_model(given, name)) > limits.model_length:
+    if (model := asked_model(given, name)) != name and len(model) > limits.model_length:
         raise ParameterError(f"model has {len(model):,} characters; {limits.model_length} are the most")
     return model
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from layers.place import unpacked
 from layers.rotary import LinearScaling, Llama3Scaling, LongRopeScaling, RopeParameters
-from radixrt.errors import ModelError, ParameterError, TokenizerError
+from radixrt.errors import ModelError, ParameterError, RadixrtError, TokenizerError
 from radixrt.models import loader
 from radixrt.models.config import AttentionKind, ModelConfig
 from radixrt.models.decoder import Decoder
@@ -150,6 +150,8 @@ def test_weights_in_memory_that_do_not_fit_change_nothing(folder: Path) -> None:
     ):
         with pytest.raises(ModelError, match=told):
             reload_weights(model, config, {**own, name: other}, before_change=pytest.fail)
+    with pytest.raises(ModelError, match="3 of the given weights is no name"):
+        reload_weights(model, config, {**own, 3: own[name]}, before_change=pytest.fail)  # type: ignore[dict-item]
     del own["lm_head.weight"]
     for source, told in (
         (own, "the weights in the given mapping .*: 1 tensors are missing: lm_head.weight"),
@@ -164,6 +166,16 @@ def test_weights_in_memory_that_do_not_fit_change_nothing(folder: Path) -> None:
     with pytest.raises(ModelError, match=r"bad.safetensors cannot be read"):
         reload_weights(model, config, folder / "bad.safetensors", before_change=pytest.fail)
     assert_same_weights({name: unpacked(place) for name, place in model.checkpoint_tensors()}, before)
+
+
+def test_a_file_that_cannot_be_read_any_more_leaves_weights_of_both(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which another error says than one that has changed nothing."""
+    model, config = load_model(folder)
+    with pytest.raises(RadixrtError, match=r"some weights are those of before: .*cannot be read") as raised:
+        reload_weights(model, config, folder, before_change=(folder / "model.safetensors").unlink)
+    assert not isinstance(raised.value, ModelError)
 
 
 def test_gate_and_up_in_turns_are_put_apart(tmp_path: Path) -> None:

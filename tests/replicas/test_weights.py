@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from radixrt.errors import DeviceLostError, ModelError, ParameterError
+from radixrt.models import weight_files
 from radixrt.replicas.group import ReplicaGroup
-from radixrt.replicas.replica import TRIAL
+from radixrt.replicas.replica import TRIAL, Replica
 from radixrt.runtime import Runtime
+from radixrt.schedule.activity import Activity
 from radixrt.schedule.request import Request
 from tests.replicas.test_group import HANG, PARAMS, Clock, group_of, tree
 from tests.support.local_replicas import LocalLinks
@@ -147,6 +152,100 @@ def test_an_update_that_a_ctrl_c_has_ended() -> None:
         assert loading.of_list(group) == {"a"}
 
 
+def test_a_ctrl_c_while_one_that_could_not_load_them_is_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    loading, renew = Loading(), Replica.renew
+    with group_of(LocalLinks(loading.make), 3) as group:
+        loading.fails = lambda number, source: ModelError("no folder") if number == 1 else None
+
+        def renew_after_signal(replica: Replica, reason: str) -> None:
+            signal.raise_signal(signal.SIGINT)
+            renew(replica, reason)
+
+        monkeypatch.setattr(Replica, "renew", renew_after_signal)
+        with pytest.raises(KeyboardInterrupt):
+            group.update_weights("a")
+        assert loading.of_list(group) == {"a"}
+
+
+def test_an_update_after_a_list_that_was_left_early() -> None:
+    """What was aborted is told of, though no pass comes after the update."""
+    clock = Clock()
+
+    def on_wait(links: LocalLinks) -> None:
+        clock.now += HANG / 10
+        links.advance()
+
+    links = LocalLinks(Loading().make, on_wait)
+    with group_of(links, 2, clock) as group:
+        outputs = group.generate_iter(tree(30), PARAMS)
+        next(outputs)
+        outputs.close()  # type: ignore[attr-defined]
+        assert group.has_work
+        group.update_weights("a")
+        while group.has_work:
+            group.step()
+        assert links.started == 2, "none was lost"
+
+
+def test_none_can_be_loaded_while_one_starts_anew() -> None:
+    loading = Loading()
+    links = LocalLinks(loading.make)
+    with group_of(links, 2) as group:
+        links.links[1].crash()
+        group.received()
+        loading.fails = lambda number, source: ModelError("no folder")
+        with pytest.raises(ModelError, match="no folder"):
+            group.update_weights("a")
+        assert links.started == 3
+        assert loading.of_list(group) == {MODEL}
+
+
+def test_what_a_process_says_besides_is_not_of_the_one_in_its_place() -> None:
+    loading = Loading()
+    links = LocalLinks(loading.make)
+    with group_of(links, 1) as group:
+        group.update_weights("a")
+        links.links[0].crash()
+        group.received()
+        loading.fails = lambda number, source: ModelError("no folder")
+        group.received()
+        links.advance()
+        assert len(links.links[0].said) == 2, "that it cannot load them, and the answer to its trial"
+        group.received()
+        assert links.started == 3
+        assert group.activity() == Activity()
+
+
+def test_no_replica_is_left_to_load_them() -> None:
+    with group_of(LocalLinks(Loading().make), 1) as group:
+        group.lanes[0].give_up()
+        with pytest.raises(DeviceLostError, match="no replica is left"):
+            group.update_weights("a")
+
+
+def test_an_identity_of_weights_that_were_replaced_is_not_kept() -> None:
+    """Of which a Ctrl-C has left the answer to come."""
+
+    def interrupt(links: LocalLinks) -> None:
+        raise KeyboardInterrupt
+
+    links = LocalLinks(Loading().make)
+    with group_of(links, 1) as group:
+        links.on_wait = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            group.identity()
+        links.on_wait = lambda links: links.advance()
+        group.update_weights("a")
+        group.step()
+        assert group.lanes[0].identity is None
+
+
+@pytest.mark.parametrize("source", [None, 3, b"folder"])
+def test_what_is_no_path_is_refused(source: Any) -> None:
+    with group_of(LocalLinks(Loading().make), 1) as group, pytest.raises(ModelError, match="give a path"):
+        group.update_weights(source)
+
+
 ACTIONS = st.tuples(
     st.sampled_from(["advance", "crash", "crash and lose", "double", "slow", "hang"]), st.integers(0, 2)
 )
@@ -229,6 +328,29 @@ def test_tensors_go_to_all_in_a_file(temporary: Path) -> None:
         assert not [*temporary.iterdir()]
         group.update_weights(tensors)
     assert not [*temporary.iterdir()]
+
+
+def test_tensors_that_cannot_be_written_leave_nothing(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_half(tensors: Any, file: Path) -> None:
+        file.write_bytes(b"half")
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(weight_files, "save_file", write_half)
+    with group_of(LocalLinks(Loading().make), 1) as group:
+        with pytest.raises(OSError, match="No space left"):
+            group.update_weights({"a": torch.ones(1)})
+        assert not [*temporary.iterdir()]
+
+
+def test_replicas_end_also_where_a_file_cannot_be_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    links = LocalLinks(Loading().make)
+    group = group_of(links, 2)
+    group.update_weights({"a": torch.ones(1)})
+    with monkeypatch.context() as patched:
+        patched.setattr(tempfile.TemporaryDirectory, "cleanup", Mock(side_effect=PermissionError("no")))
+        with pytest.raises(PermissionError):
+            group.close()
+    assert all(link.is_dead for link in links.links.values())
 
 
 def test_tensors_do_not_go_to_other_hosts() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from radixrt.errors import ModelError, RadixrtError
 from radixrt.output import RequestOutput
 from radixrt.replicas import worker
 from radixrt.replicas.messages import ended_of, requests_message
@@ -116,3 +117,19 @@ def test_old_objects_are_left_alone_while_there_is_work(monkeypatch: pytest.Monk
     assert frozen[0] is frozen[-1] is False
     assert len(frozen) > 3
     assert all(frozen[1:-1])
+
+
+def test_weights_of_both_are_lost_with_their_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = scheduled_runtime(pool_tokens=1000, context_length=100)
+
+    def update(source: str) -> None:
+        raise {"bad": ModelError, "half": RadixrtError}[source](source)
+
+    monkeypatch.setattr(runtime, "update_weights", update)
+    told = [[Message({"weights": source, "load": n})] for n, source in enumerate(("bad", "half", "bad"))]
+    channel: Any = GivenChannel([Message({"config": {}})], *told)
+    serve(channel, lambda options: runtime)
+    assert [message.body for message in channel.sent][1:] == [
+        {"load": 0, "error": ["ModelError", "bad"]},
+        {"lost": "half"},
+    ]

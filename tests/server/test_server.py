@@ -109,18 +109,20 @@ def test_what_is_null_is_not_given(serving: Serving) -> None:
 
 
 def test_who_names_no_model_is_told_the_served_one(serving: Serving, runtime: Runtime) -> None:
-    url = serving(Server(runtime, "ours/built-in"))
+    name = f"/models/{'built-in' * 40}"  # longer than what others may say
+    url = serving(Server(runtime, name))
     bodies: list[tuple[str, dict[str, Any]]] = [
         (COMPLETIONS, {"prompt": "a", "max_tokens": 2}),
         (COMPLETIONS, {"prompt": "a", "max_tokens": 2, "model": None}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 2, "model": name}),
         ("/v1/score", {"query": "a", "items": "b", "label_token_ids": [5]}),
     ]
     for path, body in bodies:
-        assert httpx.post(f"{url}{path}", json=body, timeout=30).json()["model"] == "ours/built-in"
+        assert httpx.post(f"{url}{path}", json=body, timeout=30).json()["model"] == name
     streamed = httpx.post(f"{url}{COMPLETIONS}", json={**bodies[0][1], "stream": True}, timeout=30).text
     told = [json.loads(line[6:]) for line in streamed.split("\n\n")[:-2]]
-    assert {chunk["model"] for chunk in told} == {"ours/built-in"}
+    assert {chunk["model"] for chunk in told} == {name}
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
