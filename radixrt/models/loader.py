@@ -37,6 +37,7 @@ from radixrt.models.weight_files import (
     WeightSource,
     WeightTensors,
     abbreviate,
+    check_source,
     num_layers_of,
 )
 from triton_ops.e4m3 import E4M3, FIRST_CAPABILITY
@@ -191,10 +192,9 @@ def reload_weights(
 
 def _weights_of(source: WeightSource, config: ModelConfig) -> Weights:
     """Those of `source`. Raises ModelError where they are not of a model of this shape, if it tells."""
+    check_source(source)
     if isinstance(source, Mapping):
         return WeightTensors(source)
-    if not isinstance(source, (str, Path)):
-        raise ModelError(f"weights are a {type(source).__name__}; give a path, a hub id or tensors by name")
     if (file := Path(os.path.expanduser(source))).suffix == ".safetensors" and file.is_file():
         return WeightFiles(file.parent, (file,), frozenset())
     folder = model_folder(source)

@@ -43,6 +43,12 @@ _WORDS = {
 }
 
 
+def check_source(source: object) -> None:
+    """Raise ModelError where weights cannot come from what `source` is."""
+    if not isinstance(source, (str, Path, Mapping)):
+        raise ModelError(f"weights are a {type(source).__name__}; give a path, a hub id or tensors by name")
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """A tensor of a checkpoint.

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from radixrt.engine.signals import deferred
-from radixrt.errors import ModelError, RadixrtError
+from radixrt.errors import RadixrtError
 from radixrt.replicas.replica import Replica
 
 if TYPE_CHECKING:
@@ -36,10 +36,11 @@ class GroupWeights:
         """Let all replicas load weights. Raises ModelError where these are none, or OSError where tensors find no
         room in the folder for temporary files.
         """
+        from radixrt.models.weight_files import check_source  # torch
+
+        check_source(source)
         if isinstance(source, Mapping):
             self._next = self._written(source)
-        elif not isinstance(source, (str, Path)):
-            raise ModelError(f"weights are a {type(source).__name__}; give a path, a hub id or tensors by name")
         else:
             self._next = str(Path(source).resolve() if os.path.exists(source) else source)
         with deferred():  # all are told, or none
