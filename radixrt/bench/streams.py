@@ -76,7 +76,7 @@ def measure(kind: str, num_streams: int, *, tokens: int, seconds: float = 0.02) 
     """Run streams at once, as "tasks" of an event loop or in "threads"."""
     runner = SlowRunner(token=ord("x"), seconds=seconds)
     limits = RunLimits(num_streams * (PROMPT_LEN + tokens + 2), num_streams)
-    parts = simulated_parts(runner, limits, PROMPT_LEN + tokens, vocab_size=256, tokenizer=letters())
+    parts = simulated_parts(runner, limits, PROMPT_LEN + tokens, vocab_size=256, tokenizer=Tokenizer(Letters()))
     figures = Figures(kind)
     params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
     tokens_of = np.random.default_rng(0).integers(0, 256, (num_streams, PROMPT_LEN))
@@ -103,17 +103,32 @@ def _start(runtime: Runtime, runner: SlowRunner, count: int) -> None:
     runner.all_there.set()
 
 
-def letters() -> Tokenizer:
-    """A tokenizer whose tokens are single bytes."""
-    return Tokenizer(
-        vocab_size=256,
-        bos_token_id=None,
-        eos_token_id=None,
-        byte_ids=frozenset(),
-        _encode=lambda texts, special: [list(text.encode("latin-1")) for text in texts],
-        _decode=lambda ids, skip: bytes(ids).decode("latin-1"),
-        _piece=chr,
-    )
+class Letters:
+    """A codec whose tokens are single bytes."""
+
+    size = 256
+    byte_ids: frozenset[int] = frozenset()
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        return [list(text.encode("latin-1")) for text in texts]
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return bytes(ids).decode("latin-1")
+
+    def piece(self, token_id: int) -> str | None:
+        return chr(token_id)
+
+    def token_id(self, piece: str) -> int | None:
+        return ord(piece)
+
+    def serialized(self) -> str | None:
+        return None
+
+    def token_bytes(self) -> list[bytes | None]:
+        return [bytes([byte]) for byte in range(256)]
+
+    def definition(self) -> bytes:
+        return b"bytes"
 
 
 async def _in_tasks(runtime: Runtime, prompts: list[list[int]], params: SamplingParams, figures: Figures) -> None:

@@ -5,16 +5,10 @@ from __future__ import annotations
 from functools import cache, partial
 from typing import NamedTuple
 
+from radixrt.text.byte_level import BYTES
 from radixrt.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
-
-# Byte-level vocabularies spell bytes as letters: bytes printable in Latin-1 as themselves, the others from U+0100
-# on, in order (Radford et al. 2019, GPT-2).
-_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-_LETTERS = {chr(byte): byte for byte in _PRINTABLE} | {
-    chr(0x100 + place): byte for place, byte in enumerate(sorted(set(range(256)).difference(_PRINTABLE)))
-}
 
 
 class Spelled(NamedTuple):
@@ -45,7 +39,7 @@ def _spelled(tokenizer: Tokenizer | None, token_id: int) -> Spelled:
 
 def _part(piece: str, text: str) -> bytes | None:
     """Return the bytes of a token with part of a character, if its vocabulary spells bytes as letters."""
-    if any(letter not in _LETTERS for letter in piece):
+    if any(letter not in BYTES for letter in piece):
         return None
-    spelled = bytes(_LETTERS[letter] for letter in piece)
+    spelled = bytes(BYTES[letter] for letter in piece)
     return spelled if spelled.decode("utf-8", "replace") == text else None

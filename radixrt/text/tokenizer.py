@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from copy import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from itertools import groupby
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +19,57 @@ from radixrt.errors import TokenizerError
 from radixrt.files.model_files import unusable_file
 from radixrt.text.chat import Chat, Message, check_unicode, checked_kwargs
 from radixrt.text.chat_template import ChatTemplate
+from radixrt.text.codec import AddedToken, Codec, JsonCodec, SentencePieceCodec
+from radixrt.text.probe import PROBE, check_round_trip
+from radixrt.text.tekken import BOS, EOS, read_tekken
+from radixrt.text.tokenizer_config import TokenizerConfig
+from radixrt.text.tokenizer_json import read_tokenizer_json
 
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w.-]+)?")
-_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
-_BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
+_FETCHED = (*_FILES, "*token*.json", "chat_template*", "additional_chat_templates/*", "config.json")
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """The tokenizer of one checkpoint; made by `load_tokenizer`."""
+    """The tokenizer of one checkpoint; made by `load_tokenizer`.
 
-    vocab_size: int  # its ids are below this; a model may have more rows, never fewer
-    bos_token_id: int | None  # begins a text
-    eos_token_id: int | None  # ends it
-    byte_ids: frozenset[int]  # byte-fallback tokens, of one byte each: only a whole run of them has a text
-    _encode: Callable[[list[str], bool], list[list[int]]]
-    _decode: Callable[[list[int], bool], str]
-    _piece: Callable[[int], str | None]
+    Attributes:
+        codec: what it does with text and ids.
+        bos_token_id, eos_token_id: what begins a text, and what ends it.
+        lead: the tokens that special tokens before a text are; mostly BOS.
+    """
+
+    codec: Codec
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    lead: tuple[int, ...] = ()
     _template: ChatTemplate | None = None
     _template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of chats that do not give them
-    _serialized: Callable[[], str | None] = lambda: None
-    _is_plain: bool = False
-    _token_bytes: Callable[[], list[bytes | None]] = list
+
+    @property
+    def vocab_size(self) -> int:
+        """Its ids are below this; a model may have more rows or fewer."""
+        return self.codec.size
+
+    @property
+    def byte_ids(self) -> frozenset[int]:
+        """Byte-fallback tokens, of one byte each: only a whole run of them has a text."""
+        return self.codec.byte_ids
+
+    @cached_property
+    def identity(self) -> str:
+        """A hash of all that its ids and texts depend on, in hex."""
+        return hashlib.sha256(self.codec.definition() + repr((self.lead, self.eos_token_id)).encode()).hexdigest()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Int32Array:
         """Encode `text` to int32 `[num_tokens]`, with BOS if the checkpoint's tokenizer adds special tokens.
 
-        Special tokens written out in the text (such as `</s>`) become those tokens, except in a bare sentencepiece
-        model, where they are plain text. Raises TokenizerError where `text` holds half of a surrogate pair.
+        What the tokenizer puts at the end of texts is left out: a prompt goes on. Special tokens written out in
+        the text (such as `</s>`) become those tokens, except in a bare sentencepiece model, where they are plain
+        text. Raises TokenizerError for half of a surrogate pair, and for what the vocabulary lacks.
         """
         return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
@@ -57,7 +79,23 @@ class Tokenizer:
             check_unicode(f"text {place}" if len(texts) > 1 else "the text", text)
         if not texts:
             return []
-        return [np.array(ids, dtype=np.int32) for ids in self._encode(list(texts), add_special_tokens)]
+        lead = list(self.lead) if add_special_tokens else []
+        return [np.array(lead + ids, dtype=np.int32) for ids in self._encoded(list(texts))]
+
+    def _encoded(self, texts: list[str]) -> list[list[int]]:
+        try:
+            return self.codec.encode(texts)
+        except Exception as error:  # the package tokenizers raises nothing narrower
+            if len(texts) == 1:
+                text = _excerpt(texts[0])
+                raise TokenizerError(f"the tokenizer cannot encode {text}: {_cause(error)}") from error
+        found = []
+        for place, text in enumerate(texts):
+            try:
+                found += self._encoded([text])
+            except TokenizerError as error:
+                raise TokenizerError(f"text {place}: {error}") from error
+        return found
 
     @property
     def has_chat_template(self) -> bool:
@@ -117,19 +155,19 @@ class Tokenizer:
         """A token as the vocabulary spells it, such as `▁the`, `Ġthe` or `<0xE3>`; "" for an unknown id."""
         if token_id < 0:
             raise TokenizerError(f"token id {token_id} is negative")
-        return (self._piece(int(token_id)) if token_id < self.vocab_size else None) or ""
+        return (self.codec.piece(int(token_id)) if token_id < self.vocab_size else None) or ""
+
+    def token_id(self, piece: str) -> int | None:
+        """The token that the vocabulary spells so, if there is one."""
+        return self.codec.token_id(piece)
 
     def serialized(self) -> str | None:
         """The tokenizer as JSON of the package tokenizers; None where it is none of theirs."""
-        return self._serialized()
-
-    def plain(self) -> str | None:
-        """`serialized`, if that decodes as this one does: see `plain_tokenizer`."""
-        return self._serialized() if self._is_plain else None
+        return self.codec.serialized()
 
     def token_bytes(self) -> list[bytes | None]:
         """Where there is no JSON, the bytes of each token, None for special ones; [] where they are not known."""
-        return self._token_bytes()
+        return self.codec.token_bytes()
 
     @cached_property
     def drops_blank(self) -> bool:
@@ -141,7 +179,7 @@ class Tokenizer:
     @cached_property
     def anchor(self) -> int | None:
         """An ordinary token that spells a letter or digit, or None. Tokens after it keep their leading blank."""
-        texts = ((i, self._decode([i], True)) for i in range(self.vocab_size) if i not in self.byte_ids)
+        texts = ((i, self.codec.decode([i], True)) for i in range(self.vocab_size) if i not in self.byte_ids)
         return next((i for i, text in texts if text.isascii() and text.isalnum()), None)
 
     def decode(self, token_ids: Sequence[int] | NDArray[np.integer[Any]], skip_special_tokens: bool = True) -> str:
@@ -154,7 +192,7 @@ class Tokenizer:
             raise TokenizerError(f"token id {min(ids)} at position {ids.index(min(ids))} is negative")
         if ids and max(ids) >= self.vocab_size:
             ids = [i for i in ids if i < self.vocab_size]
-        return self._decode(ids, skip_special_tokens)
+        return self.codec.decode(ids, skip_special_tokens)
 
     def decode_inside(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str | None:
         """Decode `token_ids` as inside a text: after the anchor. None: there is none, or its text changes."""
@@ -176,121 +214,108 @@ def tokenizer_of(source: str | Path) -> Tokenizer | None:
 def load_tokenizer(source: str | Path) -> Tokenizer:
     """Load the tokenizer of a folder or of a hub id; no code from the folder is run.
 
-    A folder with `tokenizer.model` and neither `tokenizer.json` nor `tokenizer_config.json` is read by
-    sentencepiece, with BOS if that model defines one; everything else by transformers. Raises TokenizerError if
-    there is no such folder, or none that can be read in it.
+    tokenizer.json decides, or else tekken.json, or else a sentencepiece model. tokenizer_config.json is asked for
+    special and added tokens, BOS and templates alone, whatever class it names. transformers converts what has none
+    of the three files. What is not just read is compared with its source on a text of many scripts.
+
+    Raises TokenizerError if there is no such folder, none that can be read in it, or a difference.
     """
     folder = Path(source)
     if not folder.is_dir() and (isinstance(source, Path) or not _HUB_ID.fullmatch(source)):
         raise TokenizerError(f"cannot load a tokenizer from {source}: there is no such folder")
-    if (problem := unusable_file(folder)) is not None:
-        raise TokenizerError(f"cannot load a tokenizer from {source}: {problem}")
-    bare, others = folder / "tokenizer.model", ("tokenizer.json", "tokenizer_config.json")
     try:
-        if bare.exists() and not any((folder / name).exists() for name in others):
-            return _load_sentencepiece(bare)
-        return _load_transformers(str(folder), local=folder.is_dir())
-    except Exception as error:  # whatever the two libraries raise on what they cannot read
+        if not folder.is_dir():
+            folder = _fetched(str(source))
+        if (problem := unusable_file(folder)) is not None:
+            raise TokenizerError(problem)
+        return _read(folder)
+    except Exception as error:  # whatever the libraries raise on what they cannot read
         raise TokenizerError(f"cannot load a tokenizer from {source}: {_cause(error)}") from error
+
+
+def _fetched(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, allow_patterns=list(_FETCHED)))
 
 
 def _cause(error: Exception) -> str:
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
-def _load_transformers(source: str, local: bool) -> Tokenizer:
-    from transformers import AutoTokenizer  # a third of a second, hence here
-
-    own: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=local)
-    vocabulary: dict[str, int] = own.get_vocab()
-    template = None
-    with suppress(ValueError):  # there is none, or there are several and no default
-        # A checkpoint may have one of its own for tools.
-        plain, with_tools = own.get_chat_template(), own.get_chat_template(tools=[{}])
-        special = {
-            name: str(token) for name, token in own.special_tokens_map.items() if not isinstance(token, list)
-        }
-        template = ChatTemplate(plain, with_tools, special) if plain else None
-    return Tokenizer(
-        vocab_size=max(vocabulary.values()) + 1,  # added tokens may leave gaps: not len()
-        bos_token_id=own.bos_token_id,
-        eos_token_id=own.eos_token_id,
-        byte_ids=byte_ids_of(vocabulary),
-        # verbose=False: the Runtime refuses prompts that are too long
-        _encode=lambda texts, special: own(
-            texts, add_special_tokens=special, return_attention_mask=False, verbose=False
-        )["input_ids"],
-        _decode=_decoding(own),
-        _piece=own.convert_ids_to_tokens,
-        _template=template,
-        _serialized=partial(_as_json, own),
-        _is_plain=_is_plain(own),
-    )
+def _excerpt(text: str, most: int = 60) -> str:
+    return repr(text) if len(text) <= most else f"{text[:most]!r}..."
 
 
-def byte_ids_of(vocabulary: Mapping[str, int]) -> frozenset[int]:
-    """The byte-fallback tokens."""
-    return frozenset(i for spelled, i in vocabulary.items() if _BYTE_PIECE.fullmatch(spelled))
+def _read(folder: Path) -> Tokenizer:
+    config = TokenizerConfig.of(folder)
+    codec: Codec
+    if (file := folder / "tokenizer.json").exists():
+        codec = json_codec = read_tokenizer_json(file, config)
+        lead, _ = json_codec.around()
+    elif (file := folder / "tekken.json").exists():
+        codec, lead, config = _tekken(file, config)
+    elif (file := folder / "tokenizer.model").exists():
+        codec, lead, config = _sentencepiece(file, config)
+    else:
+        return _converted(folder, config)
+    return _with_special_tokens(codec, lead, config)
 
 
-def _decoding(own: Any) -> Callable[[list[int], bool], str]:
-    """How a tokenizer of transformers decodes; where that adds nothing to the package tokenizers, without it: of
-    the few tokens of a piece of a stream its checks would take most of the time.
-    """
-    if _is_plain(own):
-        backend = own.backend_tokenizer
-        return lambda ids, skip: str(backend.decode(ids, skip_special_tokens=skip))
-    return lambda ids, skip: str(own.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False))
-
-
-def _is_plain(own: Any) -> bool:
-    """Whether a tokenizer of transformers decodes as the package tokenizers does."""
-    from transformers import PreTrainedTokenizerFast as Fast
-
-    return isinstance(own, Fast) and type(own).decode is Fast.decode and type(own)._decode is Fast._decode
-
-
-def _load_sentencepiece(path: Path) -> Tokenizer:
-    from sentencepiece import SentencePieceProcessor
-
-    processor = SentencePieceProcessor(model_file=str(path))
-    bos, eos = processor.bos_id(), processor.eos_id()
-
-    def is_special(token_id: int) -> bool:
-        return bool(processor.is_control(token_id) or processor.is_unknown(token_id))
-
-    def decode(ids: list[int], skip_special_tokens: bool) -> str:
-        if skip_special_tokens:
-            return str(processor.decode([i for i in ids if not is_special(i)]))
-        # the processor spells control tokens as nothing
-        return "".join(
-            "".join(map(processor.id_to_piece, run)) if are_special else processor.decode(list(run))
-            for are_special, run in groupby(ids, is_special)
+def _with_special_tokens(codec: Codec, lead: tuple[int, ...], config: TokenizerConfig) -> Tokenizer:
+    ids = {name: codec.token_id(config.named[name]) for name in ("bos_token", "eos_token") if name in config.named}
+    bos, eos = ids.get("bos_token"), ids.get("eos_token")
+    if config.add_bos_token and bos is None:
+        raise TokenizerError(
+            f"add_bos_token is true in tokenizer_config.json, and bos_token is {config.named.get('bos_token')!r}, "
+            "which is no token of the vocabulary"
         )
-
-    def spelled(token_id: int) -> bytes:
-        piece = str(processor.id_to_piece(token_id))
-        return bytes([int(piece[3:5], 16)]) if processor.is_byte(token_id) else piece.replace("▁", " ").encode()
-
-    size: int = processor.vocab_size()
-    return Tokenizer(
-        vocab_size=size,
-        bos_token_id=bos if bos >= 0 else None,
-        eos_token_id=eos if eos >= 0 else None,
-        byte_ids=frozenset(i for i in range(size) if processor.is_byte(i)),
-        _encode=lambda texts, special: processor.encode(texts, add_bos=special and bos >= 0),
-        _decode=decode,
-        _piece=processor.id_to_piece,
-        _token_bytes=lambda: [None if is_special(i) else spelled(i) for i in range(size)],
-    )
+    if config.add_bos_token and bos is not None and bos not in lead:
+        lead = (bos, *lead)
+    elif config.add_bos_token is False:
+        lead = tuple(token_id for token_id in lead if token_id != bos)
+    if config.add_eos_token:
+        _log.info("the tokenizer ends texts with %r, which prompts go without", config.named.get("eos_token"))
+    template = None
+    if config.template is not None:
+        template = ChatTemplate(*config.template, config.named)
+    return Tokenizer(codec, bos, eos, lead, template)
 
 
-def _as_json(own: Any) -> str | None:
-    """A tokenizer of transformers without padding and truncation."""
-    backend = getattr(own, "backend_tokenizer", None)
-    if backend is None:
-        return None
-    backend = copy(backend)
-    backend.no_padding()
-    backend.no_truncation()
-    return str(backend.to_str())
+def _tekken(file: Path, config: TokenizerConfig) -> tuple[Codec, tuple[int, ...], TokenizerConfig]:
+    named = {"bos_token": BOS, "eos_token": EOS, **config.named}
+    return read_tekken(file), (), replace(config, named=named, add_bos_token=config.add_bos_token is not False)
+
+
+def _sentencepiece(file: Path, config: TokenizerConfig) -> tuple[Codec, tuple[int, ...], TokenizerConfig]:
+    """A model alone makes no special tokens of what texts spell. Texts begin with BOS if it has one."""
+    model = file.read_bytes()
+    bare = SentencePieceCodec(model, {})
+    special = bare.special_pieces
+    ends = {name: special[i] for name, i in bare.ends.items() if i in special}
+    config = replace(config, named={**ends, **config.named}, add_bos_token=config.add_bos_token is not False)
+    if "bos_token" not in config.named:
+        config = replace(config, add_bos_token=None)
+    if not config.exists:
+        return bare, (), config
+    spelled_out = {i: AddedToken(piece, True) for i, piece in special.items()}
+    for content in config.special:
+        if (token_id := bare.token_id(content)) is not None:
+            spelled_out[token_id] = AddedToken(content, True)
+    return SentencePieceCodec(model, {**spelled_out, **config.added}, is_legacy=config.is_legacy), (), config
+
+
+def _converted(folder: Path, config: TokenizerConfig) -> Tokenizer:
+    """What transformers makes of other files, such as vocab.json and merges.txt."""
+    from tokenizers import Tokenizer as Backend
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    own: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    if not isinstance(own, PreTrainedTokenizerFast):
+        raise TokenizerError(f"transformers makes a {type(own).__name__} of it, which has no tokenizer.json")
+    codec = JsonCodec(Backend.from_str(own.backend_tokenizer.to_str()))
+    if codec.keeps_bytes:
+        check_round_trip(codec.decode(codec.encode([PROBE])[0], False))
+    lead, _ = codec.around()
+    names = {name: str(token) for name, token in own.special_tokens_map.items() if not isinstance(token, list)}
+    return _with_special_tokens(codec, lead, replace(config, named={**names, **config.named}))

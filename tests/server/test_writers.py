@@ -505,7 +505,7 @@ def test_a_text_goes_on_elsewhere(runtime: Runtime) -> None:
     """From any token on, with what was not certain yet."""
     tokenizer = runtime.tokenizer
     assert tokenizer is not None
-    plain = tokenizer.plain()
+    plain = tokenizer.serialized()
     assert plain is not None
     other = plain_tokenizer(plain)
     assert (other.vocab_size, other.byte_ids) == (tokenizer.vocab_size, tokenizer.byte_ids)

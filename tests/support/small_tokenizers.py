@@ -12,14 +12,15 @@ from typing import Any
 from sentencepiece import SentencePieceTrainer
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from radixrt.text.tokenizer import Tokenizer, load_tokenizer
 
 TEXT = "Mira likes Oslo. Tarek counts 37. the quick brown fox, hello again; 日本 é 😀"
 KINDS = (
     "byte level",
-    "byte fallback",  # sentencepiece through transformers, as Llama 2
+    "byte fallback",  # sentencepiece converted by transformers, as Llama 2
+    "sentencepiece",  # with tokenizer_config.json
     "byte fallback, no strip",  # as Gemma
     "bare",
     "bare, with BOS blanks removed",
@@ -147,7 +148,7 @@ def _fast(kind: str) -> PreTrainedTokenizerFast:
 
 
 def write_llama(folder: Path, model: bytes | None = None, **more: Any) -> Path:
-    """A folder whose `tokenizer.model` transformers reads as Llama's."""
+    """A folder with a `tokenizer.model`, and the configuration of Llama's."""
     folder.mkdir(exist_ok=True)
     (folder / "tokenizer.model").write_bytes(sentencepiece_model() if model is None else model)
     config = {
@@ -168,6 +169,8 @@ def small_tokenizer(kind: str) -> Tokenizer:
     with TemporaryDirectory() as name:
         folder = Path(name)
         if kind == "byte fallback":
+            AutoTokenizer.from_pretrained(write_llama(folder)).save_pretrained(folder)
+        elif kind == "sentencepiece":
             write_llama(folder)
         elif kind == "bare":
             (folder / "tokenizer.model").write_bytes(sentencepiece_model())

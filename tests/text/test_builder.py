@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.builder import Detokenizer, TextBuilder, find_stop, unfinished_stop
 from radixrt.text.tokenizer import Tokenizer
+from tests.support.piece_codec import PieceCodec
 from tests.support.small_tokenizers import small_tokenizer
 
 ALPHABET = "abc😀é\ufffd"
@@ -21,13 +21,8 @@ STOPS = st.lists(st.text(ALPHABET, min_size=1, max_size=4), min_size=1, max_size
 
 @cache
 def letters() -> Tokenizer:
-    """The byte-level tokenizer with pieces of its own: id i spells PIECES[i]."""
-    return replace(
-        small_tokenizer("byte level"),
-        vocab_size=len(PIECES),
-        byte_ids=frozenset(),
-        _decode=lambda ids, skip: b"".join(PIECES[i] for i in ids).decode(errors="replace"),
-    )
+    """Id i spells PIECES[i]."""
+    return Tokenizer(PieceCodec(PIECES))
 
 
 # letters, pieces of stops, and characters in parts

@@ -133,7 +133,7 @@ def test_bytes_wait_for_the_end_of_their_character_or_run() -> None:
     ids = [level.encode(part).tolist() for part in ("a", "ß", "b")]
     assert [len(part) for part in ids] == [1, 2, 1]
     assert stream(level, list(chain(*ids))) == ["a", "", "ß", "b", ""]
-    fallback = small_tokenizer("byte fallback")
+    fallback = small_tokenizer("byte fallback")  # by sentencepiece itself one bad byte spoils one character
     ids = fallback.encode("aßb", add_special_tokens=False).tolist()
     assert fallback.piece(ids[-2]) == "<0x9F>"
     assert stream(fallback, ids)[-4:] == ["", "", "ßb", ""]
@@ -200,12 +200,16 @@ def test_the_work_for_a_token_does_not_grow(kind: str, what: str) -> None:
     ids = (cycle * 1500)[:1500]
     decoded = 0
 
-    def counting(ids: list[int], skip: bool) -> str:
-        nonlocal decoded
-        decoded += len(ids)
-        return tokenizer._decode(ids, skip)
+    class Counting:
+        def __getattr__(self, name: str) -> object:
+            return getattr(tokenizer.codec, name)
 
-    counted = replace(tokenizer, _decode=counting)
+        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+            nonlocal decoded
+            decoded += len(ids)
+            return tokenizer.codec.decode(ids, skip_special_tokens)
+
+    counted = replace(tokenizer, codec=Counting())  # type: ignore[arg-type]
     assert counted.anchor is not None
     decoded = 0
     assert "".join(stream(counted, ids)) == tokenizer.decode(ids)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +16,7 @@ from radixrt.errors import ParameterError
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.builder import TextBuilder
 from radixrt.text.tokenizer import Tokenizer
-from tests.support.small_tokenizers import small_tokenizer
+from tests.support.piece_codec import PieceCodec
 from tests.text.test_builder import PIECES, STOPS, builder_of, letters, run
 
 PATTERNS = [
@@ -48,12 +47,7 @@ TEXTS = st.text("abc é\n()😀", max_size=14)
 
 def spelled(pieces: list[bytes]) -> Tokenizer:
     """A tokenizer whose id i spells pieces[i], which may be a part of a character."""
-    return replace(
-        small_tokenizer("byte level"),
-        vocab_size=len(pieces),
-        byte_ids=frozenset(),
-        _decode=lambda ids, skip: b"".join(pieces[i] for i in ids).decode(errors="replace"),
-    )
+    return Tokenizer(PieceCodec(pieces))
 
 
 def split(text: str, places: set[int]) -> list[bytes]:

@@ -55,7 +55,7 @@ class StreamWriters:
         """Without a tokenizer that the package tokenizers has there are none. Clients that read nothing for
         `late_seconds` are sent away.
         """
-        self._plain = None if tokenizer is None or not count else tokenizer.plain()
+        self._plain = None if tokenizer is None or not count else tokenizer.serialized()
         self._count, self._late_seconds = count, late_seconds
         self.processes: list[_Writer] = []
         self._turns: Iterator[_Writer] = iter(())

@@ -1,0 +1,45 @@
+"""The text on which a tokenizer that was built is compared with what it was built from."""
+
+# Tests: tests/text/test_tokenizer.py
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from unicodedata import normalize
+
+from radixrt.errors import TokenizerError
+
+PROBE = (
+    "Mira likes Oslo.\n  Tarek  counts 37, 1234567 and 3.14;\n\n\tHugo's boats aren't   blue! \r\n"
+    "helloWorld FooBar HTTPServer __init__(self, x=0) -> {'a': [1, 2]} // http://example.org/?q=%20#top\n"
+    "naïve café, Ünïcödé; e\u0301 a\u0308 o\u0331; שָׁלוֹם, हिन्दी, ไทย, 日本語、한국어 \u3000 ½ ² Ⅷ ﬁ\n"
+    "👩\u200d👩\u200d👧 🇳🇴 😀\ufe0f \u00a0\u2028\u200b<|no|> </no> [NO] ▁ Ġ <0x0A>  end"
+)
+_EXCERPT = 40  # tokens of an error
+
+
+def probe_without(contents: Iterable[str]) -> str:
+    """The probe, without texts that are tokens of their own."""
+    text = PROBE
+    for content in contents:
+        text = text.replace(content, "")
+    return text
+
+
+def check_same(ours: list[int], theirs: list[int], text: str, what: str) -> None:
+    """Raise TokenizerError where the ids of `text` differ from those of its source, which is `what`."""
+    if ours == theirs:
+        return
+    differing = (place for place, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
+    first = next(differing, min(len(ours), len(theirs)))
+    end = first + _EXCERPT
+    raise TokenizerError(
+        f"the tokenizer does not encode as {what} says: the ids of {text!r} from place {first} on are "
+        f"{ours[first:end]}, not {theirs[first:end]}"
+    )
+
+
+def check_round_trip(back: str) -> None:
+    """Raise TokenizerError where `back`, the encoded and decoded probe, is another text beyond Unicode's forms."""
+    if back not in (PROBE, normalize("NFC", PROBE), normalize("NFKC", PROBE)):
+        raise TokenizerError(f"the tokenizer that was made of its files loses text: {PROBE!r} becomes {back!r}")
