@@ -14,4 +14,4 @@ BYTES = {letter: byte for byte, letter in LETTERS.items()}
 
 def spelled(text: bytes) -> str:
     """Bytes as such a vocabulary spells them."""
-    return "".join(LETTERS[byte] for byte in text)
+    return text.decode("latin-1").translate(LETTERS)

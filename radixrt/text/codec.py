@@ -5,11 +5,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import groupby
 from typing import Any, Protocol
+
+import regex
 
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -91,8 +92,8 @@ class JsonCodec:
 
     @property
     def keeps_bytes(self) -> bool:
-        """Whether any text comes back as it was, but for Unicode's forms."""
-        return bool(self.byte_ids) or type(self._backend.decoder).__name__ == "ByteLevel"
+        """Whether any text should come back as it was, but for Unicode's forms: byte-pair encoding has all bytes."""
+        return type(self._backend.model).__name__ == "BPE"
 
     def around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The special tokens that its post-processor puts before and after a text."""
@@ -123,13 +124,46 @@ class AddedToken:
     single_word: bool = False
     normalized: bool = False
 
+
+def _is_in_word(text: str, start: int, end: int) -> bool:
+    before, after = text[start - 1 : start] if start else "", text[end : end + 1]
+    return any(letter.isalnum() or letter == "_" for letter in before + after)
+
+
+class SentencePieceModel:
+    """The pieces of a sentencepiece model, and what they are."""
+
+    def __init__(self, model: bytes) -> None:
+        """Raises ValueError for what is none."""
+        from google.protobuf.message import DecodeError
+        from sentencepiece.sentencepiece_model_pb2 import ModelProto
+
+        self._proto: Any = ModelProto()
+        try:
+            self._proto.ParseFromString(model)
+        except DecodeError as error:
+            raise ValueError(f"it is no sentencepiece model: {error}") from error
+        kinds = self._proto.SentencePiece
+        self.pieces: list[str] = [each.piece for each in self._proto.pieces]
+        types = [each.type for each in self._proto.pieces]
+        self.special = {
+            i: self.pieces[i] for i, kind in enumerate(types) if kind in (kinds.CONTROL, kinds.UNKNOWN)
+        }
+        self.byte_ids = frozenset(i for i, kind in enumerate(types) if kind == kinds.BYTE)
+
     @property
-    def pattern(self) -> str:
-        """The regular expression that finds it."""
-        found = re.escape(self.content)
-        if self.single_word:
-            found = rf"(?<!\w){found}(?!\w)"
-        return (r"\s*" if self.lstrip else "") + f"({found})" + (r"\s*" if self.rstrip else "")
+    def ends(self) -> dict[str, str]:
+        """The tokens that begin and end texts, by their names."""
+        spec = self._proto.trainer_spec
+        ids = {"bos_token": spec.bos_id, "eos_token": spec.eos_id}
+        return {name: self.special[i] for name, i in ids.items() if i in self.special}
+
+    def processor(self, *, add_dummy_prefix: bool = True) -> Any:
+        """What encodes with it; texts do not begin with a blank without `add_dummy_prefix`, even if it says so."""
+        from sentencepiece import SentencePieceProcessor
+
+        self._proto.normalizer_spec.add_dummy_prefix &= add_dummy_prefix
+        return SentencePieceProcessor(model_proto=self._proto.SerializeToString())
 
 
 class SentencePieceCodec:
@@ -142,31 +176,52 @@ class SentencePieceCodec:
         """Texts spell out all of `added`, by id; some may be pieces of the model. A model that begins texts with a
         blank does so after each of them if `is_legacy`, else at the beginning of a text alone.
         """
-        self._model, self._added, self._is_legacy = model, dict(sorted(added.items())), is_legacy
-        self._first = _processor(model)
-        self._later = self._first if is_legacy else _processor(model, add_dummy_prefix=False)
-        self._num_pieces: int = self._first.vocab_size()
+        self._model = SentencePieceModel(model)
+        self._added = dict(sorted(added.items()))
+        self._first = self._model.processor()
+        self._later = self._first if is_legacy or not added else self._model.processor(add_dummy_prefix=False)
+        self._definition = model + repr(([*self._added.items()], is_legacy)).encode()
+        self._num_pieces = len(self._model.pieces)
         self.size = max([self._num_pieces, *(i + 1 for i in added)])
-        self.byte_ids = frozenset(i for i in range(self._num_pieces) if self._first.is_byte(i))
-        self._ids = {token.content: i for i, token in self._added.items()}
-        longest_first = sorted(self._added.values(), key=lambda token: -len(token.content))
-        self._cuts = re.compile("|".join(token.pattern for token in longest_first)) if added else None
+        self.byte_ids = self._model.byte_ids
+        self._ids = {piece: i for i, piece in enumerate(self._model.pieces)}
+        self._ids |= {token.content: i for i, token in self._added.items()}
+        special = {i for i, token in self._added.items() if token.special}
+        self._special = (self._model.special.keys() - self._added.keys()) | special
+        contents = [token.content for token in self._added.values()]
+        self._contents = regex.compile(r"\L<contents>", contents=contents) if contents else None
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        if self._cuts is None:
+        if self._contents is None:
             whole: list[list[int]] = self._first.encode(texts)
             return whole
         return [self._encode(text) for text in texts]
 
     def _encode(self, text: str) -> list[int]:
-        assert self._cuts is not None
         ids: list[int] = []
         end = 0
-        for match in self._cuts.finditer(text):
-            ids += self._between(text[end : match.start()], at_start=end == 0)
-            ids.append(self._ids[match[match.lastindex or 0]])
-            end = match.end()
+        for token_id, start, following in self._spelled_out(text):
+            ids += [*self._between(text[end:start], at_start=end == 0), token_id]
+            end = following
         return ids + self._between(text[end:], at_start=end == 0)
+
+    def _spelled_out(self, text: str) -> Iterator[tuple[int, int, int]]:
+        """The added tokens that a text spells out, and where each begins and ends with its blanks."""
+        assert self._contents is not None
+        end = searched = 0
+        while match := self._contents.search(text, searched):
+            start, following = match.span()
+            token_id = self._ids[match[0]]
+            token = self._added[token_id]
+            if token.single_word and _is_in_word(text, start, following):
+                searched = start + 1
+                continue
+            if token.lstrip:
+                start = max(end, len(text[:start].rstrip()))
+            if token.rstrip:
+                following = len(text) - len(text[following:].lstrip())
+            yield token_id, start, following
+            end = searched = following
 
     def _between(self, text: str, *, at_start: bool) -> list[int]:
         found: list[int] = (self._first if at_start else self._later).encode(text) if text else []
@@ -174,74 +229,38 @@ class SentencePieceCodec:
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         if skip_special_tokens:
-            ids = [i for i in ids if not self._is_special(i)]
+            ids = [i for i in ids if i not in self._special]
         parts: list[str] = []
         for is_known, run in groupby(ids, self._is_known):
-            if not is_known:  # the processor spells control tokens as nothing, and fails on added ones
-                parts += [self.piece(i) or "" for i in run]
-            else:
+            if is_known:
                 parts.append((self._later if parts else self._first).decode(list(run)))
+            else:  # the processor spells control tokens as nothing, and fails on added ones
+                parts += [self.piece(i) or "" for i in run]
         return "".join(parts)
-
-    def _is_special(self, token_id: int) -> bool:
-        if (token := self._added.get(token_id)) is not None:
-            return token.special
-        return token_id < self._num_pieces and bool(
-            self._first.is_control(token_id) or self._first.is_unknown(token_id)
-        )
 
     def _is_known(self, token_id: int) -> bool:
         """Whether sentencepiece decodes it."""
-        return token_id < self._num_pieces and token_id not in self._added and not self._is_special(token_id)
+        return token_id < self._num_pieces and token_id not in self._added and token_id not in self._special
 
     def piece(self, token_id: int) -> str | None:
         if (token := self._added.get(token_id)) is not None:
             return token.content
-        return str(self._first.id_to_piece(token_id)) if token_id < self._num_pieces else None
+        return self._model.pieces[token_id] if token_id < self._num_pieces else None
 
     def token_id(self, piece: str) -> int | None:
-        if (found := self._ids.get(piece)) is not None:
-            return found
-        return self._pieces.get(piece)
-
-    @cached_property
-    def _pieces(self) -> dict[str, int]:
-        """Unlike the processor this tells unknown pieces from the unknown token."""
-        return {str(self._first.id_to_piece(i)): i for i in range(self._num_pieces)}
+        return self._ids.get(piece)
 
     def serialized(self) -> str | None:
         return None
 
     def token_bytes(self) -> list[bytes | None]:
-        return [None if self._is_special(i) else self._bytes_of(i) for i in range(self.size)]
+        return [None if i in self._special else self._bytes_of(i) for i in range(self.size)]
 
     def _bytes_of(self, token_id: int) -> bytes:
-        if token_id in self._added or token_id >= self._num_pieces:
-            return (self.piece(token_id) or "").encode()
-        piece = str(self._first.id_to_piece(token_id))
-        return bytes([int(piece[3:5], 16)]) if token_id in self.byte_ids else piece.replace("▁", " ").encode()
+        piece = self.piece(token_id) or ""
+        if token_id in self.byte_ids:
+            return bytes([int(piece[3:5], 16)])
+        return (piece if token_id in self._added else piece.replace("▁", " ")).encode()
 
     def definition(self) -> bytes:
-        return self._model + repr(([*self._added.items()], self._is_legacy)).encode()
-
-    @property
-    def ends(self) -> dict[str, int]:
-        """What the model begins and ends texts with."""
-        return {"bos_token": self._first.bos_id(), "eos_token": self._first.eos_id()}
-
-    @property
-    def special_pieces(self) -> dict[int, str]:
-        """The control tokens of the model, and its unknown one."""
-        return {i: self._first.id_to_piece(i) for i in range(self._num_pieces) if self._is_special(i)}
-
-
-def _processor(model: bytes, *, add_dummy_prefix: bool | None = None) -> Any:
-    from sentencepiece import SentencePieceProcessor
-
-    if add_dummy_prefix is not None:
-        from sentencepiece.sentencepiece_model_pb2 import ModelProto
-
-        proto: Any = ModelProto.FromString(model)
-        proto.normalizer_spec.add_dummy_prefix = add_dummy_prefix
-        model = proto.SerializeToString()
-    return SentencePieceProcessor(model_proto=model)
+        return self._definition

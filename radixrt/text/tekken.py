@@ -54,7 +54,8 @@ def read_tekken(file: Path) -> JsonCodec:
     vocabulary = {spelled(token): rank + num_special for token, rank in ranks.items()}
     if same := [token for token in special if token in vocabulary]:
         raise TokenizerError(f"{file.name} has {same[0]!r} as a special token and as an ordinary one")
-    backend = Backend(models.BPE({**vocabulary, **{token: i for i, token in enumerate(special)}}, _merges(ranks)))
+    vocabulary |= {token: token_id for token_id, token in enumerate(special)}
+    backend = Backend(models.BPE(vocabulary, merges_by_rank(ranks)))
     backend.model.ignore_merges = True
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -82,7 +83,7 @@ def _special_tokens(listed: Any, count: int) -> list[str]:
     return [tokens.get(rank, _FILLER.format(rank)) for rank in range(count)]
 
 
-def _merges(ranks: Mapping[bytes, int]) -> list[tuple[str, str]]:
+def merges_by_rank(ranks: Mapping[bytes, int]) -> list[tuple[str, str]]:
     """Every way to make a token of two others, in the order of its rank: what byte-pair encoding by ranks does."""
     names = {token: spelled(token) for token in ranks}
     merges: list[tuple[str, str]] = []

@@ -19,7 +19,7 @@ from radixrt.errors import TokenizerError
 from radixrt.files.model_files import unusable_file
 from radixrt.text.chat import Chat, Message, check_unicode, checked_kwargs
 from radixrt.text.chat_template import ChatTemplate
-from radixrt.text.codec import AddedToken, Codec, JsonCodec, SentencePieceCodec
+from radixrt.text.codec import AddedToken, Codec, JsonCodec, SentencePieceCodec, SentencePieceModel
 from radixrt.text.probe import PROBE, check_round_trip
 from radixrt.text.tekken import BOS, EOS, read_tekken
 from radixrt.text.tokenizer_config import TokenizerConfig
@@ -289,20 +289,16 @@ def _tekken(file: Path, config: TokenizerConfig) -> tuple[Codec, tuple[int, ...]
 
 def _sentencepiece(file: Path, config: TokenizerConfig) -> tuple[Codec, tuple[int, ...], TokenizerConfig]:
     """A model alone makes no special tokens of what texts spell. Texts begin with BOS if it has one."""
-    model = file.read_bytes()
-    bare = SentencePieceCodec(model, {})
-    special = bare.special_pieces
-    ends = {name: special[i] for name, i in bare.ends.items() if i in special}
-    config = replace(config, named={**ends, **config.named}, add_bos_token=config.add_bos_token is not False)
-    if "bos_token" not in config.named:
-        config = replace(config, add_bos_token=None)
-    if not config.exists:
-        return bare, (), config
-    spelled_out = {i: AddedToken(piece, True) for i, piece in special.items()}
-    for content in config.special:
-        if (token_id := bare.token_id(content)) is not None:
-            spelled_out[token_id] = AddedToken(content, True)
-    return SentencePieceCodec(model, {**spelled_out, **config.added}, is_legacy=config.is_legacy), (), config
+    data = file.read_bytes()
+    model = SentencePieceModel(data)
+    named = {**model.ends, **config.named}
+    adds_bos = "bos_token" in named if config.add_bos_token is None else config.add_bos_token
+    config = replace(config, named=named, add_bos_token=adds_bos)
+    added: dict[int, AddedToken] = {}
+    if config.exists:
+        special = {i for i, piece in enumerate(model.pieces) if i in model.special or piece in config.special}
+        added = {**{i: AddedToken(model.pieces[i], True) for i in special}, **config.added}
+    return SentencePieceCodec(data, added, is_legacy=config.is_legacy), (), config
 
 
 def _converted(folder: Path, config: TokenizerConfig) -> Tokenizer:

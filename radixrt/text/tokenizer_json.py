@@ -19,7 +19,7 @@ from radixrt.text.tokenizer_config import TokenizerConfig
 
 # Folders that transformers 4 wrote for Mistral's tekken vocabularies split texts by Llama 3's expression, which
 # these were not trained with: https://github.com/huggingface/transformers/issues/42299
-_OF_LLAMA_3 = (
+OF_LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -102,12 +102,13 @@ def _add(spec: dict[str, Any], tokens: Mapping[int, AddedToken]) -> None:
 
 def _is_missplit(source: Any) -> bool:
     """Whether a tekken vocabulary is split as Llama 3's: that one has tokens of two and three digits."""
-    if source.pre_tokenizer is None or _OF_LLAMA_3 not in _expressions(
+    if source.pre_tokenizer is None or OF_LLAMA_3 not in _expressions(
         json.loads(source.pre_tokenizer.__getstate__())
     ):
         return False
     vocabulary: dict[str, int] = source.get_vocab(with_added_tokens=False)
-    return len(vocabulary) > _MANY and not any(map(_TWO_DIGITS.search, vocabulary))
+    ordinary = vocabulary.keys() - {token.content for token in source.get_added_tokens_decoder().values()}
+    return len(ordinary) > _MANY and not any(map(_TWO_DIGITS.search, ordinary))
 
 
 def _expressions(pre_tokenizer: dict[str, Any]) -> list[str]:
@@ -120,5 +121,5 @@ def _expressions(pre_tokenizer: dict[str, Any]) -> list[str]:
 def _split_as_tekken(spec: dict[str, Any]) -> None:
     parts = [spec["pre_tokenizer"], *spec["pre_tokenizer"].get("pretokenizers", [])]
     for part in parts:
-        if part.get("pattern") == {"Regex": _OF_LLAMA_3}:
+        if part.get("pattern") == {"Regex": OF_LLAMA_3}:
             part["pattern"] = {"Regex": OF_TEKKEN}

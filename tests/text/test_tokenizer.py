@@ -5,16 +5,21 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceTrainer
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers, processors
 
 from radixrt.errors import TokenizerError
 from radixrt.text.tokenizer import Tokenizer, load_tokenizer
+from tests.support.small_tokenizers import byte_level
 
 TEXT = "Mira likes Oslo. Tarek counts 37."
 
@@ -145,7 +150,6 @@ def test_batches_are_the_same_one_by_one(tokenizers: dict[str, Tokenizer], texts
 
 
 def test_another_kind_with_a_gap_in_its_vocabulary(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer as Backend
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import PreTrainedTokenizerFast
@@ -187,3 +191,202 @@ def test_what_cannot_be_loaded(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(TokenizerError, match=rf"cannot load a tokenizer from {tmp_path}: \S"):
         load_tokenizer(tmp_path)
+
+
+SAID = "Mira likes Oslo.\n  Tarek counts 37; 日本"
+
+
+def folder_of(folder: Path, backend: Backend | None = None, config: dict[str, Any] | None = None) -> Path:
+    """A folder with a byte-level tokenizer.json whose BOS is <s>, or another, and this tokenizer_config.json."""
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text((backend or byte_level().backend_tokenizer).to_str())
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def with_template(single: str, *special: str) -> Backend:
+    """The byte-level tokenizer, whose post-processor puts special tokens around texts."""
+    backend = byte_level().backend_tokenizer
+    ids = [(token, backend.token_to_id(token)) for token in special]
+    backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
+    return backend
+
+
+@pytest.mark.parametrize("name", ["LlamaTokenizerFast", "GemmaTokenizer", "Qwen2Tokenizer", "T5Tokenizer", None])
+def test_a_class_does_not_change_what_tokenizer_json_says(tmp_path: Path, name: str | None) -> None:
+    folder = folder_of(tmp_path, config={"tokenizer_class": name, "legacy": True, "add_prefix_space": True})
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    tokenizer = load_tokenizer(folder)
+    ids = tokenizer.encode(SAID).tolist()
+    assert ids == byte_level().backend_tokenizer.encode(SAID).ids
+    assert tokenizer.decode(ids) == SAID
+
+
+BOS_AND_EOS = {
+    "says nothing": ({}, "$A", []),
+    "adds BOS": ({"add_bos_token": True}, "$A", ["<s>"]),
+    "adds it once": ({"add_bos_token": True}, "<s> $A", ["<s>"]),
+    "as tokenizer.json says": ({}, "<s> $A", ["<s>"]),
+    "adds none": ({"add_bos_token": False}, "<s> $A", []),
+    "leaves others": ({"add_bos_token": False}, "<tool> <s> $A", ["<tool>"]),
+    "an end is left out": ({}, "<s> $A </s>", ["<s>"]),
+    "also of the config": ({"add_eos_token": True, "add_bos_token": True}, "$A </s>", ["<s>"]),
+}
+
+
+@pytest.mark.parametrize("case", BOS_AND_EOS)
+def test_what_begins_and_ends_a_text(tmp_path: Path, case: str) -> None:
+    config, single, lead = BOS_AND_EOS[case]
+    named = {"bos_token": "<s>", "eos_token": {"content": "</s>", "__type": "AddedToken"}}
+    folder = folder_of(tmp_path, with_template(single, "<s>", "</s>", "<tool>"), {**named, **config})
+    tokenizer = load_tokenizer(folder)
+    bare = tokenizer.encode("Mira", add_special_tokens=False).tolist()
+    assert tokenizer.encode("Mira").tolist() == [*(tokenizer.token_id(token) for token in lead), *bare]
+    assert (tokenizer.piece(tokenizer.bos_token_id or 0), tokenizer.eos_token_id) == ("<s>", 1)
+
+
+def test_a_bos_that_is_no_token_cannot_be_added(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, config={"add_bos_token": True, "bos_token": "<bos>"})
+    with pytest.raises(TokenizerError, match=r"add_bos_token is true .* bos_token is '<bos>', which is no token"):
+        load_tokenizer(folder)
+    folder_of(tmp_path, config={"bos_token": "<bos>", "eos_token": None})  # named, and no more
+    assert load_tokenizer(tmp_path).bos_token_id is None
+
+
+def test_tokens_that_tokenizer_config_adds_or_makes_special(tmp_path: Path) -> None:
+    backend = byte_level().backend_tokenizer
+    size, tool = backend.get_vocab_size(), backend.token_to_id("<tool>")
+    added = {
+        str(tool): {"content": "<tool>", "special": True},
+        str(size): {"content": "<|call|>", "special": False},
+        str(size + 3): {"content": "<|end|>", "special": True, "rstrip": True},
+    }
+    config = {"added_tokens_decoder": added, "eos_token": "<|end|>", "additional_special_tokens": ["likes"]}
+    tokenizer = load_tokenizer(folder_of(tmp_path, config=config))
+    ids = tokenizer.encode("<|call|>a<tool> b<|end|> \nc").tolist()
+    assert ids[0] == size
+    assert tool in ids
+    assert (ids[-2], tokenizer.eos_token_id, tokenizer.vocab_size) == (size + 3, size + 3, size + 4)
+    assert tokenizer.decode(ids) == "<|call|>a bc"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<|call|>a<tool> b<|end|>c"
+    assert tokenizer.encode("Mira likes").tolist() == backend.encode("Mira likes").ids  # no token has that text
+
+
+def test_what_contradicts_tokenizer_json_is_shown(tmp_path: Path) -> None:
+    for token_id, content in ((5, "<|call|>"), (300, "<tool>")):
+        added = {str(token_id): {"content": content, "special": False}}
+        folder_of(tmp_path, config={"added_tokens_decoder": added})
+        with pytest.raises(TokenizerError, match=rf"gives '{re.escape(content)}' the id {token_id}, but by token"):
+            load_tokenizer(tmp_path)
+
+
+OLDER = {
+    "special_tokens_map.json": {"eos_token": {"content": "<tool>", "lstrip": False}, "bos_token": "<s>"},
+    "added_tokens.json": {"<|call|>": 400, "<|end|>": 401},
+}
+
+
+def test_files_of_older_checkpoints(tmp_path: Path) -> None:
+    """They count where tokenizer_config.json has no added_tokens_decoder, as in transformers."""
+    folder = folder_of(tmp_path, config={"eos_token": "</s>"})
+    for name, content in OLDER.items():
+        (folder / name).write_text(json.dumps(content))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.piece(tokenizer.eos_token_id or 0) == "<tool>"
+    assert tokenizer.encode("<|call|><|end|>").tolist() == [400, 401]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "added_tokens_decoder": {}}))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.eos_token_id == 1
+    assert len(tokenizer.encode("<|call|>")) > 1
+
+
+def test_nothing_is_cut_padded_or_drawn_by_lot(tmp_path: Path) -> None:
+    backend = byte_level().backend_tokenizer
+    backend.enable_truncation(2)
+    backend.enable_padding(length=50)
+    backend.model.dropout = 0.9
+    tokenizer = load_tokenizer(folder_of(tmp_path, backend))
+    assert tokenizer.encode(SAID).tolist() == byte_level().backend_tokenizer.encode(SAID).ids
+
+
+def test_what_the_vocabulary_lacks_is_an_error_of_ours(tmp_path: Path) -> None:
+    """The package tokenizers raises Exception itself."""
+    backend = Backend(models.WordLevel({"a": 0, "b": 1}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = load_tokenizer(folder_of(tmp_path, backend))
+    assert tokenizer.encode("a b").tolist() == [0, 1]
+    with pytest.raises(TokenizerError, match=r"the tokenizer cannot encode 'a c': \S"):
+        tokenizer.encode("a c")
+    with pytest.raises(TokenizerError, match=r"text 1: the tokenizer cannot encode 'cc+'\.\.\.: \S"):
+        tokenizer.encode_batch(["a", "c" * 100])
+
+
+TEMPLATES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "in the config": ({"chat_template": "one"}, {}),
+    "several, by name": ({"chat_template": [{"name": "default", "template": "one"}, {"name": "b"}]}, {}),
+    "a file before it": ({"chat_template": "two"}, {"chat_template.jinja": "one"}),
+    "a processor's": ({}, {"chat_template.json": json.dumps({"chat_template": "one"})}),
+}
+
+
+@pytest.mark.parametrize("case", TEMPLATES)
+def test_where_a_template_may_be(tmp_path: Path, case: str) -> None:
+    config, files = TEMPLATES[case]
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    tokenizer = load_tokenizer(folder_of(tmp_path, config=config))
+    assert tokenizer.template_names("one")
+    assert not tokenizer.template_names("two")
+
+
+def test_a_template_for_tools_alone_is_none(tmp_path: Path) -> None:
+    template = [{"name": "tool_use", "template": "a"}, {"name": "rag", "template": "b"}]
+    assert not load_tokenizer(folder_of(tmp_path, config={"chat_template": template})).has_chat_template
+
+
+BAD_CONFIGS = {
+    "a list": ("[]", "tokenizer_config.json holds no JSON object"),
+    "half": ('{"a": ', "tokenizer_config.json cannot be read: "),
+    "flag": ('{"add_bos_token": "yes"}', "has add_bos_token 'yes'; it must be true or false"),
+    "number": ('{"eos_token": 5}', "has eos_token 5; it must be a token's text"),
+    "id": ('{"added_tokens_decoder": {"-1": {"content": "a"}}}', "has the added token '-1': "),
+    "huge id": ('{"added_tokens_decoder": {"99999999": {"content": "a"}}}', "has the added token '99999999': "),
+    "no content": ('{"added_tokens_decoder": {"7": {"content": ""}}}', "has the added token '7': "),
+    "flags": ('{"added_tokens_decoder": {"7": {"content": "a", "lstrip": 1}}}', "'a' with lstrip 1"),
+    "decoder": ('{"added_tokens_decoder": [1]}', "has added_tokens_decoder \\[1\\]; it must be an object"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONFIGS)
+def test_a_bad_tokenizer_config(tmp_path: Path, case: str) -> None:
+    text, told = BAD_CONFIGS[case]
+    (folder_of(tmp_path) / "tokenizer_config.json").write_text(text)
+    with pytest.raises(TokenizerError, match=f"cannot load a tokenizer from .*{told}"):
+        load_tokenizer(tmp_path)
+
+
+def test_other_files_are_converted_and_tried(tmp_path: Path) -> None:
+    """vocab.json and merges.txt say nothing of how texts are split: the class does, and may be the wrong one."""
+    byte_level().backend_tokenizer.model.save(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.decode(tokenizer.encode(SAID)) == SAID
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    with pytest.raises(TokenizerError, match=r"loses text: 'Mira likes Oslo\. .* becomes '"):
+        load_tokenizer(tmp_path)
+
+
+def test_the_identity_tells_encodings_apart(tmp_path: Path) -> None:
+    def identity(config: dict[str, Any]) -> str:
+        folder = folder_of(tmp_path, config={"bos_token": "<s>", "eos_token": "</s>", **config})
+        return load_tokenizer(folder).identity
+
+    plain = identity({})
+    assert plain == identity({"tokenizer_class": "LlamaTokenizer", "chat_template": "a"})
+    others = [
+        identity({"add_bos_token": True}),
+        identity({"eos_token": "<tool>"}),
+        identity({"added_tokens_decoder": {"400": {"content": "<|call|>"}}}),
+    ]
+    assert len({plain, *others}) == 4
