@@ -49,8 +49,10 @@ _log = logging.getLogger(__name__)
 class LoadedModel:
     """Weights, KV pools and their files: a `ServedModel`."""
 
-    def __init__(self, rank: RankParts, storage: CacheStorage, followers: Followers | None) -> None:
-        self._rank, self._followers = rank, followers
+    def __init__(
+        self, rank: RankParts, storage: CacheStorage, followers: Followers | None, tokenizer: Tokenizer | None
+    ) -> None:
+        self._rank, self._followers, self._tokenizer = rank, followers, tokenizer
         self.decoder, self.device = rank.decoder, rank.decoder.placement.device
         self.storage, self.kv_pool = storage, rank.kv_pool
         # Of the weights and scales of all ranks, once somebody has asked.
@@ -117,10 +119,14 @@ class LoadedModel:
         followers.wait_for(*asked)
 
     def save_cache(self, path: Path, weights_version: int, *, progress: bool) -> Saved:
-        return self.storage.save(path, weights_version, self.identity(), progress=progress)
+        return self.storage.save(path, weights_version, self._identity_of_text(), progress=progress)
 
     def load_cache(self, path: Path, weights_version: int, *, progress: bool) -> Loaded:
-        return self.storage.load(path, weights_version, self.identity(), progress=progress)
+        return self.storage.load(path, weights_version, self._identity_of_text(), progress=progress)
+
+    def _identity_of_text(self) -> dict[str, Any]:
+        """KV of a text that is encoded otherwise now would never be found: who loads it is told."""
+        return {**self.identity(), "tokenizer": None if self._tokenizer is None else self._tokenizer.identity}
 
 
 def assemble(config: RuntimeConfig, decoder: Decoder | None = None) -> Parts:
@@ -204,7 +210,7 @@ def _assembled(
             scheduler.refusal,
             defaults=defaults,
         ),
-        model=LoadedModel(rank, storage, followers),
+        model=LoadedModel(rank, storage, followers, tokenizer),
         output_of=partial(request_output, tokenizer=tokenizer),
         products=rank.products,
         start_up=rank.seconds,

@@ -252,7 +252,7 @@ class ScannedBatch:
             failure: DeviceLostError | ErrorRateError | None = None
             run: BatchRun[R] | None = None
             try:
-                with self._sink(runtime.identity, runtime.seed, counts) as sink:
+                with self._sink(runtime.identity, runtime.tokenizer, runtime.seed, counts) as sink:
                     records = self._records(sink, counts, runtime.tokenizer)
                     run = self._run = BatchRun(runtime, self.lines, records, interrupted, options)
                     try:
@@ -287,7 +287,7 @@ class ScannedBatch:
         weights = {} if kept is None else kept.manifest.weights
         with first_interrupt("all records are there, and the output is being made") as interrupted:
             counts = RecordCounts(self._error_limit)
-            with self._sink(lambda: weights, seed, counts) as sink:
+            with self._sink(lambda: weights, tokenizer, seed, counts) as sink:
                 records = self._records(sink, counts, tokenizer)
                 records.refuse_bad_lines()
                 records.sync()
@@ -344,7 +344,13 @@ class ScannedBatch:
             batch.folder.finish(partial(encoded, batch.output))
 
     @contextlib.contextmanager
-    def _sink(self, weights: Callable[[], Mapping[str, Any]], seed: int, counts: RecordCounts) -> Iterator[Sink]:
+    def _sink(
+        self,
+        weights: Callable[[], Mapping[str, Any]],
+        tokenizer: Tokenizer | None,
+        seed: int,
+        counts: RecordCounts,
+    ) -> Iterator[Sink]:
         """The journal, whose records are counted, or standard output."""
         batch = self._batch
         if batch.folder is None:
@@ -358,7 +364,10 @@ class ScannedBatch:
             num_records=len(self.lines),
             input={"lines": self.lines.input_hash},
             weights=weights(),
-            tokenizer={"token ids of the input": self.lines.tokens_hash},
+            tokenizer={
+                "token ids of the input": self.lines.tokens_hash,
+                "sha256": None if tokenizer is None else tokenizer.identity,
+            },
             parameters=parameters_as_json(batch.default_params),
             settings=settings,
         )

@@ -92,7 +92,7 @@ class JsonCodec:
 
     @property
     def keeps_bytes(self) -> bool:
-        """Whether any text should come back as it was, but for Unicode's forms: byte-pair encoding has all bytes."""
+        """Whether texts should come back as they were: byte-pair encoding has all bytes."""
         return type(self._backend.model).__name__ == "BPE"
 
     def around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from unicodedata import normalize
 
 from radixrt.errors import TokenizerError
@@ -15,7 +15,7 @@ PROBE = (
     "naïve café, Ünïcödé; e\u0301 a\u0308 o\u0331; שָׁלוֹם, हिन्दी, ไทย, 日本語、한국어 \u3000 ½ ² Ⅷ ﬁ\n"
     "👩\u200d👩\u200d👧 🇳🇴 😀\ufe0f \u00a0\u2028\u200b<|no|> </no> [NO] ▁ Ġ <0x0A>  end"
 )
-_EXCERPT = 40  # tokens of an error
+_EXCERPT = 40  # tokens or characters in an error
 
 
 def probe_without(contents: Iterable[str]) -> str:
@@ -28,18 +28,26 @@ def probe_without(contents: Iterable[str]) -> str:
 
 def check_same(ours: list[int], theirs: list[int], text: str, what: str) -> None:
     """Raise TokenizerError where the ids of `text` differ from those of its source, which is `what`."""
-    if ours == theirs:
-        return
-    differing = (place for place, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
-    first = next(differing, min(len(ours), len(theirs)))
-    end = first + _EXCERPT
-    raise TokenizerError(
-        f"the tokenizer does not encode as {what} says: the ids of {text!r} from place {first} on are "
-        f"{ours[first:end]}, not {theirs[first:end]}"
-    )
+    if ours != theirs:
+        first, end = _difference(ours, theirs)
+        raise TokenizerError(
+            f"the tokenizer does not encode as {what} says: the ids of {text!r} from place {first} on are "
+            f"{ours[first:end]}, not {theirs[first:end]}"
+        )
 
 
 def check_round_trip(back: str) -> None:
     """Raise TokenizerError where `back`, the encoded and decoded probe, is another text beyond Unicode's forms."""
     if back not in (PROBE, normalize("NFC", PROBE), normalize("NFKC", PROBE)):
-        raise TokenizerError(f"the tokenizer that was made of its files loses text: {PROBE!r} becomes {back!r}")
+        first, end = _difference(back, PROBE)
+        raise TokenizerError(
+            f"the tokenizer that was made of its files changes text: {PROBE[first:end]!r} becomes "
+            f"{back[first:end]!r}"
+        )
+
+
+def _difference(ours: Sequence[object], theirs: Sequence[object]) -> tuple[int, int]:
+    """Where two sequences begin to differ, and the end of an excerpt."""
+    differing = (place for place, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
+    first = next(differing, min(len(ours), len(theirs)))
+    return first, first + _EXCERPT

@@ -42,6 +42,7 @@ from radixrt.schedule.request import Request
 from radixrt.workloads import best_hit_rate
 from tests.support.fake_runtime import FakeRuntime
 from tests.support.file_limit import file_limit
+from tests.support.small_tokenizers import small_tokenizer
 
 BAD = [
     b"{",
@@ -381,6 +382,9 @@ def test_a_run_of_something_else_is_not_gone_on_with(files: tuple[Path, Path]) -
     other = FakeRuntime()
     other.builder.context_length -= 10
     refused("settings.lengths that the context allows", other)
+    other = FakeRuntime()
+    other.tokenizer = small_tokenizer("byte level")
+    refused("tokenizer.sha256 is null there and ", other)
     write(files[0], [good(n) for n in range(1, 5)])
     refused("input.lines")
     refused("input.lines", overwrite=True)

@@ -8,6 +8,8 @@ import json
 import logging
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -50,6 +52,7 @@ from tests.support.checkpoints import (
     qwen3_moe,
     write,
 )
+from tests.support.small_tokenizers import byte_level
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -347,6 +350,23 @@ def test_what_differs_is_named(kept: Path, tmp_path: Path, folder: Path) -> None
     assert "rms norm eps is 1e-06 in the file, 0.0001 in the model" in message
     message = refusal(kept, changed(tmp_path / "layers", num_hidden_layers=3))
     assert "num layers is 2 in the file, 3 in the model" in message
+
+
+def test_text_that_is_encoded_otherwise_is_another(folder: Path, tmp_path: Path) -> None:
+    """A file of what another tokenizer made of texts would be loaded, and none of it ever found."""
+    one, other, path = tmp_path / "one", tmp_path / "other", tmp_path / "kept"
+    for each, config in ((one, {}), (other, {"bos_token": "<s>", "add_bos_token": True})):
+        shutil.copytree(folder, each)
+        (each / "tokenizer.json").write_text(byte_level().backend_tokenizer.to_str())
+        (each / "tokenizer_config.json").write_text(json.dumps(config))
+    with runtime_of(one) as runtime:
+        runtime.generate([7] * 9, GREEDY)
+        runtime.save_cache(path)
+    assert re.search(r"another model: tokenizer is \w+.* in the file, \w+.* in the model$", refusal(path, other))
+    assert "tokenizer is None in the file" not in refusal(path, other)
+    assert re.search(r"tokenizer is \w+.* in the file, None in the model$", refusal(path, folder))
+    with runtime_of(one) as runtime:
+        assert runtime.load_cache(path).tokens > 0
 
 
 def test_the_context_length_matters_where_the_rope_depends_on_it(tmp_path: Path) -> None:

@@ -373,7 +373,7 @@ def test_other_files_are_converted_and_tried(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.decode(tokenizer.encode(SAID)) == SAID
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
-    with pytest.raises(TokenizerError, match=r"loses text: 'Mira likes Oslo\. .* becomes '"):
+    with pytest.raises(TokenizerError, match=r"changes text: 'Mira likes .*' becomes ''"):
         load_tokenizer(tmp_path)
 
 
