@@ -136,9 +136,10 @@ class SentencePieceModel:
     def __init__(self, model: bytes) -> None:
         """Raises ValueError for what is none."""
         from google.protobuf.message import DecodeError
-        from sentencepiece.sentencepiece_model_pb2 import ModelProto
+        from sentencepiece import sentencepiece_model_pb2
 
-        self._proto: Any = ModelProto()
+        schema: Any = sentencepiece_model_pb2
+        self._proto = schema.ModelProto()
         try:
             self._proto.ParseFromString(model)
         except DecodeError as error:
