@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import regex
 
+MAX_SIZE = 2**22  # ids of a vocabulary are below; the largest ones have a tenth of it
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -55,7 +56,9 @@ class JsonCodec:
     """A tokenizer of the package tokenizers, as its JSON says."""
 
     def __init__(self, backend: Any) -> None:
-        """`backend` is theirs; what pads, cuts or draws lots is switched off in it."""
+        """`backend` is theirs; what pads, cuts or draws lots is switched off in it. Raises ValueError for ids that
+        are too large.
+        """
         backend.no_padding()
         backend.no_truncation()
         if getattr(backend.model, "dropout", None) is not None:
@@ -63,6 +66,8 @@ class JsonCodec:
         self._backend = backend
         vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
         self.size = max(vocabulary.values(), default=-1) + 1  # added tokens may leave gaps: not the count
+        if self.size > MAX_SIZE:
+            raise ValueError(f"its largest token id is {self.size - 1:,}; it must be below {MAX_SIZE:,}")
         falls_back = backend.decoder is not None and b'"ByteFallback"' in backend.decoder.__getstate__()
         spelled = vocabulary.items() if falls_back else ()
         self.byte_ids = frozenset(i for piece, i in spelled if _BYTE_PIECE.fullmatch(piece))

@@ -15,7 +15,7 @@ import regex
 
 from radixrt.errors import TokenizerError
 from radixrt.text.byte_level import spelled
-from radixrt.text.codec import JsonCodec
+from radixrt.text.codec import MAX_SIZE, JsonCodec
 from radixrt.text.probe import check_same, probe_without
 
 BOS, EOS = "<s>", "</s>"
@@ -26,7 +26,6 @@ _UNLISTED = (
     *("[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
 )
 _FILLER = "<SPECIAL_{}>"
-_MAX_SIZE = 2**22  # tokens
 
 
 def read_tekken(file: Path) -> JsonCodec:
@@ -40,7 +39,7 @@ def read_tekken(file: Path) -> JsonCodec:
     whole = json.loads(file.read_text(encoding="utf-8"))
     config = whole["config"]
     size, num_special = int(config["default_vocab_size"]), int(config["default_num_special_tokens"])
-    if not 0 < num_special < size <= _MAX_SIZE or size - num_special > len(whole["vocab"]):
+    if not 0 < num_special < size <= MAX_SIZE or size - num_special > len(whole["vocab"]):
         raise TokenizerError(
             f"{file.name} holds {len(whole['vocab'])} tokens, but says that {size - num_special} of {size} are "
             "no special ones"

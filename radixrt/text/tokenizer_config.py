@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from radixrt.errors import TokenizerError
-from radixrt.text.codec import AddedToken
+from radixrt.text.codec import MAX_SIZE, AddedToken
 
-_MAX_ADDED = 2**20  # ids of added tokens are below
 _FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 _STANDARD = ("bos_token", "eos_token", "unk_token", "pad_token")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
@@ -138,7 +137,7 @@ def _added(given: Mapping[str, Any], file: str) -> dict[int, AddedToken]:
 
 
 def _is_id(value: object) -> bool:
-    return type(value) is int and 0 <= value < _MAX_ADDED
+    return type(value) is int and 0 <= value < MAX_SIZE
 
 
 def _templates(folder: Path, given: Mapping[str, Any]) -> dict[str, str]:
