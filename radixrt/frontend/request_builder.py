@@ -8,7 +8,7 @@ import secrets
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -70,6 +70,15 @@ class RequestBuilder:
     _known: dict[tuple[object, ...], _Terms] = field(default_factory=dict)  # by the parameters that decide
     _forms: FormCompiler | None = None  # made by the first form
     _forms_lock: Lock = field(default_factory=Lock)
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer, sorted: those that the model's configs name, and the tokenizer's own."""
+        ends = set(self.config.eos_token_ids)
+        own = None if self.tokenizer is None else self.tokenizer.eos_token_id
+        if own is not None and own < self.config.vocab_size:
+            ends.add(own)
+        return tuple(sorted(ends))
 
     def build(
         self,
@@ -296,7 +305,7 @@ class RequestBuilder:
             return known
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
-            stop_ids |= frozenset(self.config.eos_token_ids)
+            stop_ids |= frozenset(self.end_ids)
         bad_words = tuple(dict.fromkeys(ids for word in params.bad_words for ids in self._spelled(word)))
         vocab_size = self.config.vocab_size
         named = {
@@ -328,8 +337,7 @@ class RequestBuilder:
             if self._forms is None:
                 if self.tokenizer is None:
                     raise FormError(f"{asked.kind} needs a tokenizer, and the model's folder has none")
-                end_ids = tuple(sorted(self.config.eos_token_ids))
-                self._forms = form_compiler(vocabulary_of(self.tokenizer, self.config.vocab_size, end_ids))
+                self._forms = form_compiler(vocabulary_of(self.tokenizer, self.config.vocab_size, self.end_ids))
         return self._forms.compile(asked, stop_ids, params.n)
 
     def _spelled(self, word: str | tuple[int, ...]) -> list[tuple[int, ...]]:

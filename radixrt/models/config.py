@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -96,7 +96,8 @@ class ModelConfig:
 
     `attention` has an entry a layer. `dtype` is the checkpoint's own (float32 if unnamed). `context_length` is the
     longest sequence that positions exist for, `max_context_length` the longest that the rope's scaling allows.
-    `eos_token_ids`, sorted, end an answer. `quantization` is the checkpoint's own.
+    `eos_token_ids`, sorted, end an answer, as does the tokenizer's own (see `RequestBuilder.end_ids`).
+    `quantization` is the checkpoint's own.
 
     A family with fields of its own derives a class that adds them and overrides `read_family`. `inner_sizes` are
     those that are divided among ranks besides heads of attention, with their names in config.json; of
@@ -154,7 +155,7 @@ class ModelConfig:
             config = cls(
                 **{**_read_common(source, own, recurrent=cls.recurrent_type), **own},
                 architecture=architecture,
-                eos_token_ids=_end_tokens(folder, source.eos_token_id, source.vocab_size),
+                eos_token_ids=_end_tokens(folder, parts, source.vocab_size),
                 quantization=next((found for found in quantizations if found is not None), None),
             )
         except ModelError:
@@ -450,15 +451,21 @@ def generation_defaults(folder: Path) -> SamplingParams:
         raise ModelError(f"{file} cannot be used: {error}") from error
 
 
-def _end_tokens(folder: Path, config_value: object, vocab_size: int) -> tuple[int, ...]:
-    """Read the end tokens of generation_config.json, or config.json's where it has none; those that the model has
-    no logits for, such as -1, end nothing.
+def _end_tokens(folder: Path, parts: Sequence[Mapping[str, Any]], vocab_size: int) -> tuple[int, ...]:
+    """The end tokens that generation_config.json and config.json name; those that the model has no logits for,
+    such as -1, end nothing.
+
+    Of config.json's `parts` the first that names some counts: a text_config may hold defaults. Those of
+    transformers' classes do not count, as they are of one vocabulary.
     """
-    file = folder / "generation_config.json"
-    value = read_json(file).get("eos_token_id") if file.exists() else None
-    if value is None:
-        value = config_value
-    tokens: list[Any] = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(type(token) is int for token in tokens):
-        raise ModelError(f"eos_token_id must be a token id or a list of them, but is {value!r}")
-    return tuple(sorted({token for token in tokens if 0 <= token < vocab_size}))
+    generation = folder / "generation_config.json"
+    named = {generation: read_json(generation).get("eos_token_id") if generation.exists() else None}
+    in_parts = [part["eos_token_id"] for part in parts if part.get("eos_token_id") is not None]
+    named[folder / "config.json"] = next(iter(in_parts), None)
+    ends: set[int] = set()
+    for file, value in named.items():
+        tokens = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(type(token) is int for token in tokens):
+            raise ModelError(f"eos_token_id in {file} must be a token id or a list of them, but is {value!r}")
+        ends.update(token for token in tokens if 0 <= token < vocab_size)
+    return tuple(sorted(ends))

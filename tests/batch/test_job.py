@@ -381,6 +381,9 @@ def test_a_run_of_something_else_is_not_gone_on_with(files: tuple[Path, Path]) -
     other = FakeRuntime()
     other.builder.context_length -= 10
     refused("settings.lengths that the context allows", other)
+    other = FakeRuntime()
+    other.builder.end_ids = (7, 9)
+    refused(r"settings.tokens that end answers is \[\] there and \[7, 9\] here", other)
     write(files[0], [good(n) for n in range(1, 5)])
     refused("input.lines")
     refused("input.lines", overwrite=True)

@@ -774,15 +774,16 @@ def test_older_names_of_the_rope(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("generation", "expected"),
     [
-        ({"eos_token_id": 5}, (5,)),
-        ({"eos_token_id": [9, 5, 9]}, (5, 9)),
-        ({"eos_token_id": 0}, (0,)),
-        ({"eos_token_id": [-1, 7, 101, 2**40]}, (7,)),  # the vocabulary has 101
+        ({"eos_token_id": 5}, (2, 5)),
+        ({"eos_token_id": [9, 5, 9]}, (2, 5, 9)),
+        ({"eos_token_id": 0}, (0, 2)),
+        ({"eos_token_id": [-1, 7, 101, 2**40]}, (2, 7)),  # the vocabulary has 101
         ({"temperature": 0.6}, (2,)),
         (None, (2,)),
     ],
 )
 def test_end_tokens(folder: Path, generation: dict[str, Any] | None, expected: tuple[int, ...]) -> None:
+    """Those of both files; config.json names 2."""
     file = folder / "generation_config.json"
     file.unlink()
     if generation is not None:
@@ -790,16 +791,26 @@ def test_end_tokens(folder: Path, generation: dict[str, Any] | None, expected: t
     assert ModelConfig.from_folder(folder).eos_token_ids == expected
 
 
-def test_end_tokens_of_a_whole_model_come_before_defaults_of_its_text(tmp_path: Path) -> None:
-    """Gemma 3's are told beside its text_config, whose type has another default."""
+def test_end_tokens_of_a_whole_model_come_before_those_of_its_text(tmp_path: Path) -> None:
+    """A text_config may hold what is its type's default."""
     folder = checkpoints.write(checkpoints.gemma3_with_images(), tmp_path)
     (folder / "generation_config.json").unlink()
     raw = json.loads((folder / "config.json").read_text())
-    del raw["text_config"]["eos_token_id"]
+    assert "eos_token_id" not in raw
+    raw["text_config"]["eos_token_id"] = 7
     (folder / "config.json").write_text(json.dumps(raw))
-    assert GemmaConfig.from_folder(folder).eos_token_ids == (1,)
+    assert GemmaConfig.from_folder(folder).eos_token_ids == (7,)
     edit_json(folder / "config.json", eos_token_id=[1, 50])
     assert GemmaConfig.from_folder(folder).eos_token_ids == (1, 50)
+
+
+def test_an_end_token_that_no_file_names_is_none(folder: Path) -> None:
+    """The default of Llama's class, 2, is an ordinary token of most vocabularies."""
+    raw = json.loads((folder / "config.json").read_text())
+    del raw["eos_token_id"]
+    (folder / "config.json").write_text(json.dumps(raw))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 50}))
+    assert ModelConfig.from_folder(folder).eos_token_ids == (50,)
 
 
 def test_no_end_token_at_all(folder: Path) -> None:
@@ -812,7 +823,7 @@ def test_no_end_token_at_all(folder: Path) -> None:
 @pytest.mark.parametrize("value", ["2", [2, "3"], 1.5, True])
 def test_end_tokens_that_are_none(folder: Path, value: object) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    with pytest.raises(ModelError, match="eos_token_id must be a token id or a list of them"):
+    with pytest.raises(ModelError, match=r"eos_token_id in .*generation_config.json must be a token id or a"):
         ModelConfig.from_folder(folder)
 
 
