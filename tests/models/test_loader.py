@@ -342,6 +342,56 @@ def test_a_tied_head_in_a_checkpoint_is_ignored(tmp_path: Path) -> None:
     assert torch.equal(model.embedding.weight, reference.model.embed_tokens.weight)
 
 
+SILENT: dict[str, Callable[..., Any]] = {
+    "llama": checkpoints.llama,  # whose class is tied by default: no
+    "gemma3": checkpoints.gemma3,  # yes
+    "lfm2": checkpoints.lfm2,
+    "mistral with images": checkpoints.mistral_with_images,  # by its text no, as a whole yes
+    "qwen2.5-vl": checkpoints.qwen2_vl,  # whose text knows no such field
+    "qwen3-vl": checkpoints.qwen3_vl,
+    "qwen3-vl-moe": checkpoints.qwen3_vl_moe,
+}
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("family", SILENT)
+def test_what_is_stored_says_whether_a_head_is_tied(family: str, is_tied: bool, tmp_path: Path) -> None:
+    """Where config.json says nothing."""
+    folder = checkpoints.write(SILENT[family](tie_word_embeddings=is_tied), tmp_path / "model")
+    told, expected = load_model(folder)
+    raw = json.loads((folder / "config.json").read_text())
+    for part in (raw, raw.get("text_config", {})):
+        part.pop("tie_word_embeddings", None)
+    (folder / "config.json").write_text(json.dumps(raw))
+    silent, config = load_model(folder)
+    assert (config, config.tie_word_embeddings) == (expected, is_tied)
+    ours = {name: unpacked(place) for name, place in silent.checkpoint_tensors()}
+    assert_same_weights(ours, {name: unpacked(place) for name, place in told.checkpoint_tensors()})
+    reload_weights(silent, config, folder, before_change=lambda: None)
+    if is_tied:  # stored twice, equal and not
+        stored = load_file(folder / "model.safetensors")
+        (embedding,) = (tensor for name, tensor in stored.items() if name.endswith("embed_tokens.weight"))
+        edit_weights(folder, put("lm_head.weight", embedding.clone()))
+        assert load_model(folder)[1].tie_word_embeddings
+        edit_weights(folder, put("lm_head.weight", embedding + 1))
+        other, config = load_model(folder)
+        assert not config.tie_word_embeddings
+        assert torch.equal(other.head.weight, embedding + 1)
+        with pytest.raises(ModelError, match=r"lm_head.weight in .* differs from the embedding, but the model"):
+            reload_weights(silent, expected, folder, before_change=pytest.fail)
+
+
+def test_a_head_that_the_index_names_is_missed(tmp_path: Path) -> None:
+    """It is no sign of tied embeddings where the file that had it lost it."""
+    folder = checkpoints.write(checkpoints.llama(), tmp_path / "model", max_shard_size="20KB")
+    edit_json(folder / "config.json", tie_word_embeddings=None)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    file = folder / index["lm_head.weight"]
+    save_file({name: tensor for name, tensor in load_file(file).items() if name != "lm_head.weight"}, file)
+    with pytest.raises(ModelError, match=r"1 tensors are missing: lm_head.weight"):
+        load_model(folder)
+
+
 # --- what is wrong with the weights ---
 
 
