@@ -174,7 +174,8 @@ class ModelConfig:
         except ModelError:
             raise
         except Exception as error:  # whatever transformers' validators raise
-            raise ModelError(f"{folder / 'config.json'} cannot be used: {error}") from error
+            told = " ".join(str(error).split()) or type(error).__name__  # some have several lines
+            raise ModelError(f"{folder / 'config.json'} cannot be used: {told}") from error
         config.check()
         return config
 

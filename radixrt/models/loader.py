@@ -136,9 +136,8 @@ def load_model(
         )
     whole = _skeleton(decoder, config, placement)
     if files is not None:
-        if not config.is_tying_known:
-            is_tied = _is_tied(whole, config, files, stored)
-            config = replace(config, tie_word_embeddings=is_tied, is_tying_known=True)
+        if (known := _as_stored(whole, config, placement, files, stored)) != (config, placement):
+            config, placement = known
             whole = _skeleton(decoder, config, placement)
         _check_stored(whole, config, files, stored)
     part = config.for_ranks(ranks.size)
@@ -415,6 +414,27 @@ def _check_tied_head(model: Decoder, config: ModelConfig, weights: Weights, stor
             f"tensor {head.name} in {head.where} differs from the embedding, but the model has one matrix for "
             "both; set tie_word_embeddings to false in config.json if the head is meant, or leave the tensor out"
         )
+
+
+def _as_stored(
+    model: Decoder, config: ModelConfig, placement: Placement, weights: Weights, stored: list[StoredTensor]
+) -> tuple[ModelConfig, Placement]:
+    """Config and placement with what the checkpoint itself says: whether embeddings are tied, if config.json does
+    not; and which layers are not in 4 bits, as there are several ways to match the names in config.json's lists.
+    """
+    quantization = placement.quantization
+    if not config.is_tying_known:
+        is_tied = _is_tied(model, config, weights, stored)
+        config = replace(config, tie_word_embeddings=is_tied, is_tying_known=True)
+    if quantization is not None and quantization.words is not None:
+        plain = frozenset(
+            name.removesuffix(".weight")
+            for tensor in stored
+            if tensor.name.endswith(".weight")
+            for name, _ in _parts(model, config, tensor.name, torch.empty(tensor.shape, device="meta"))
+        )
+        placement = replace(placement, quantization=replace(quantization, plain=plain))
+    return config, placement
 
 
 def _is_tied(model: Decoder, config: ModelConfig, weights: Weights, stored: list[StoredTensor]) -> bool:
