@@ -154,6 +154,14 @@ def test_min_new_tokens_holds_back_every_end(runtime: Runtime) -> None:
     assert output.token_ids[:at] == free[:at]
 
 
+def test_min_new_tokens_holds_back_end_tokens_that_end_nothing(runtime: Runtime) -> None:
+    """As vLLM and transformers do; from then on they are drawn like others."""
+    drawn = runtime.generate(PROMPT, replace(GREEDY, logit_bias={2: 100.0}, min_new_tokens=6)).token_ids
+    assert len(drawn) == 12
+    assert 2 not in drawn[:6]
+    assert set(drawn[6:]) == {2}
+
+
 def test_stop_strings(builtin: Runtime) -> None:
     question = make_questions(EXAMPLES_SEED)[0].question
     prompt = question.prompt

@@ -49,6 +49,9 @@ class Checked(Protocol):
     @property
     def stop_ids(self) -> frozenset[int]: ...
 
+    @property
+    def late_ids(self) -> frozenset[int]: ...
+
 
 Check = Callable[[Int32Array | str | Sequence[Any] | Chat, SamplingParams, int], Checked]
 """Checks whether a model can run a prompt with its parameters; the number is its line. For example
@@ -294,7 +297,7 @@ class _Writer:
             return np.zeros(0, np.int32), entry
         prompt_len, params = len(checked.prompt_ids), record.sampling_params
         self._columns.append((line, checked.max_new_tokens, params.n, params.match_limit(prompt_len), False))
-        self._end_ids.update(checked.stop_ids.difference(params.stop_token_ids))
+        self._end_ids.update(checked.stop_ids.difference(params.stop_token_ids), checked.late_ids)
         if checked.max_new_tokens < params.max_new_tokens:
             self._cuts_hash.update(b"%d %d\n" % (line, checked.max_new_tokens))
             self._has_cuts = True
