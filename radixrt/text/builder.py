@@ -141,8 +141,8 @@ class TextBuilder:
     `matched` is the text of the stop that ended it, or None; it is final after `finish`. A search that takes too
     long raises ParameterError once; the text then goes on without stops.
 
-    `hidden`: special tokens that are not shown and that stop strings name, with their texts, by id. Stop strings are
-    looked for in the text with them, regular expressions in the text as it is shown.
+    `hidden`: special tokens that are not shown and that stop strings name, with their texts, by id. Stop strings
+    are looked for in the text with them, regular expressions in the text as it is shown.
     """
 
     def __init__(

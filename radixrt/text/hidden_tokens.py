@@ -1,7 +1,5 @@
 """Special tokens that a text does not show, though its stop strings name them."""
 
-# Tests: tests/text/test_hidden_tokens.py
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
