@@ -145,9 +145,7 @@ class TextBuilder:
     are looked for in the text with them, regular expressions in the text as it is shown.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, params: SamplingParams, hidden: Mapping[int, str] = _NOTHING
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, hidden: Mapping[int, str] = _NOTHING) -> None:
         self.matched: str | None = None
         self._params = params
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)

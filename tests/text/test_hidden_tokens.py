@@ -93,7 +93,7 @@ def test_against_the_definition(ids: list[int], stop: tuple[str, ...], include: 
         shown += "" if token_id in SPECIAL else own
         whole += own if token_id not in SPECIAL or token_id in named else ""
         found = [
-            (end - at, text[: first], text[first:end])
+            (end - at, text[:first], text[first:end])
             for text, at in ((shown, before[0]), (whole, before[1]))
             if (hit := first_stop(text, stop)) is not None
             for first, end in [hit]
