@@ -71,7 +71,10 @@ class GatedDeltaNet(RecurrentLayer):
         parts = {"in_proj_qkv": sizes.parts, "in_proj_z": [sizes.values]}
         self.qkvz = StackedLinear(hidden_size, parts, packed_as=None, bias=False, placement=placement)
         of_heads = dict.fromkeys(("in_proj_b", "in_proj_a"), sizes.num_value_heads)
-        self.ba = StackedLinear(hidden_size, of_heads, packed_as=None, bias=False, placement=placement)
+        # One number a head, in which a rounding would last: only a checkpoint may have quantised them.
+        is_stored = placement.quantization is not None and placement.quantization.scale_name is not None
+        own = placement if is_stored else placement.unquantised()
+        self.ba = StackedLinear(hidden_size, of_heads, packed_as=None, bias=False, placement=own)
         self.conv = placement.parameter(sizes.channels, sizes.conv_width)
         # In float32, as some checkpoints store them: decays over long contexts depend on every bit.
         self.a_log = placement.parameter(sizes.num_value_heads, dtype=torch.float32)

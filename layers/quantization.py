@@ -46,6 +46,7 @@ class Quantization:
             weights are as they are loaded.
         ignored: layers that the checkpoint leaves as they are: names, beginnings or ends of names, or "re:" and a
             regular expression for the beginning.
+        plain: layers that it is known to store as they are; then `ignored` says nothing. None: not known.
         words: how the checkpoint packs numbers of 4 bits; None: they are in e4m3.
     """
 
@@ -53,6 +54,7 @@ class Quantization:
     scale_name: str | None = None
     ignored: tuple[str, ...] = ()
     words: Words | None = None
+    plain: frozenset[str] | None = None
 
     @property
     def numbers(self) -> str:
@@ -68,6 +70,8 @@ class Quantization:
 
     def ignores(self, layer: str) -> bool:
         """Whether the checkpoint leaves the layer of that name as it is."""
+        if self.plain is not None:
+            return layer in self.plain
         return any(
             re.match(entry.removeprefix("re:"), layer) is not None
             if entry.startswith("re:")

@@ -138,11 +138,11 @@ def assemble(config: RuntimeConfig, decoder: Decoder | None = None) -> Parts:
     began = time.perf_counter()
     device, _, _ = check_config(config)
     folder = folder_of(config)
-    with context_beside(device):
-        tokenizer = chatting_tokenizer(folder, config.chat_template_kwargs)  # a mistake shows before the weights
+    with context_beside(device):  # mistakes show before the weights
+        # Before the tokenizer, as transformers may read config.json for that, too.
+        model_config = find_architecture(read_architecture(folder)).config_class.from_folder(folder)
+        tokenizer = chatting_tokenizer(folder, config.chat_template_kwargs)
     if config.num_ranks > 1:  # what cannot be done is refused before processes are started
-        architecture = find_architecture(read_architecture(folder))
-        model_config = architecture.config_class.from_folder(folder)
         model_config.check_stages(config.pipeline_parallel_size)
         model_config.for_ranks(config.tensor_parallel_size)
     followers = None if config.num_ranks == 1 else start_followers(config, device)

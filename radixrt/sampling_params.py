@@ -141,7 +141,7 @@ class SamplingParams:
             call draws anew; the seed is derived from the Runtime's, the call's number in the Runtime and the
             prompt's place in the call. A batch derives it from the Runtime's and the line's place alone.
         stop: end where one of these strings is complete; the text ends before it. At most 64, 1 to 1024
-            characters each.
+            characters each. They may name special tokens, also where the text leaves these out.
         stop_regex: end where one of these regular expressions has first matched; the text ends before the match.
             At most 64, 1 to 1024 characters each, in the syntax of the `regex` package, which is that of `re` and
             more. The text so far is searched after each character, as if it ended there, whatever the tokens are:
@@ -152,7 +152,8 @@ class SamplingParams:
         include_stop_str: the text ends after the stop string instead, or with the text of the token that ended it
             (an end token has none unless skip_special_tokens is False).
         stop_token_ids: end at any of these tokens, besides the model's own end tokens. At most 128.
-        ignore_eos: do not end at the model's end tokens (`stop` and `stop_token_ids` still end).
+        ignore_eos: do not end at the model's end tokens (`stop` and `stop_token_ids` still end). With
+            `min_new_tokens` they are not drawn before there are so many, as without this.
         skip_special_tokens: leave special tokens out of the text.
         detokenize: False: make no text, which is then "", and look for no `stop` or `stop_regex`.
         logprobs: log-probabilities of the tokens of the answer, with as many of the most likely alternatives, 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from radixrt.builtin import MODEL_PATH
 from radixrt.errors import ModelError, ParameterError, PromptError
+from radixrt.frontend.request_builder import builder_without_weights
 from radixrt.models import loader
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
@@ -68,6 +70,22 @@ def test_variables_of_the_chat_template(folder: Path) -> None:
             runtime.generate({"messages": CHAT, "chat_template_kwargs": {"brief": 1}})
     with pytest.raises(ParameterError, match="chat_template_kwargs have 'brief', which the chat template"):
         Runtime(folder, **OPTIONS, chat_template_kwargs={"brief": True})
+
+
+def test_mistakes_of_the_config_are_told_as_its_own(folder: Path) -> None:
+    """Not as the tokenizer's, though transformers reads it for that, too; and with their cause."""
+    given = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").unlink()
+    for change, told in (
+        ({"hidden_size": "32"}, r"Validation error for field 'hidden_size': TypeError: .* got str"),
+        ({"layer_types": ["x"]}, r"validator 'validate_layer_type': .*`layer_types` entries must be in"),
+        ({"dtype": "bfloat17"}, "has no attribute 'bfloat17'"),
+        ({"pad_token_id": "x"}, r"field 'pad_token_id': TypeError: "),
+    ):
+        (folder / "config.json").write_text(json.dumps({**given, **change}))
+        for begin in (partial(Runtime, **OPTIONS), builder_without_weights):
+            with pytest.raises(ModelError, match=f"config.json cannot be used: .*{told}"):
+                begin(folder)
 
 
 ASKED = "Mira likes Oslo. Tarek counts 374. Ines paints blue.\nQ: Tarek counts?\nA:"

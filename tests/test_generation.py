@@ -43,10 +43,12 @@ from radixrt import (
 from radixrt import SamplingParams as Params
 from radixrt.batch.job import run_batch
 from radixrt.builtin.task import EXAMPLES_SEED, make_questions
+from radixrt.conversation import Conversation
 from radixrt.execution.sampling import sampler
+from radixrt.frontend.request_builder import builder_without_weights
 from radixrt.models import weight_files
 from tests.support.checkpoints import VOCAB_SIZE, llama, write
-from tests.support.small_tokenizers import byte_level
+from tests.support.small_tokenizers import byte_level, chat_tokenizer
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -150,6 +152,14 @@ def test_min_new_tokens_holds_back_every_end(runtime: Runtime) -> None:
     output = runtime.generate(PROMPT, held)
     assert free[at] not in output.token_ids[:6]
     assert output.token_ids[:at] == free[:at]
+
+
+def test_min_new_tokens_holds_back_end_tokens_that_end_nothing(runtime: Runtime) -> None:
+    """As vLLM and transformers do; from then on they are drawn like others."""
+    drawn = runtime.generate(PROMPT, replace(GREEDY, logit_bias={2: 100.0}, min_new_tokens=6)).token_ids
+    assert len(drawn) == 12
+    assert 2 not in drawn[:6]
+    assert set(drawn[6:]) == {2}
 
 
 def test_stop_strings(builtin: Runtime) -> None:
@@ -1072,3 +1082,31 @@ def test_an_interrupt_delivers_what_has_ended_to_others(builtin: Runtime, monkey
     outputs = builtin.step()
     assert [output.id for output in outputs] == [request.id]
     assert builtin.generate("Hugo", Params(max_new_tokens=2)).error is None
+
+
+def test_an_end_token_that_only_the_tokenizer_names_ends_answers(tmp_path: Path, device: torch.device) -> None:
+    """As of a chat model whose config.json is the base model's; by whatever way a prompt comes in."""
+    folder = tmp_path / "model"
+    with torch.device("cpu"):
+        write(llama(vocab_size=420), folder, eos=1)
+    tokenizer = chat_tokenizer(folder)
+    told = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**told, "eos_token": "<|im_end|>"}))
+    (end,) = tokenizer.encode("<|im_end|>", add_special_tokens=False).tolist()
+    params: dict[str, Any] = {"max_tokens": 5, "logit_bias": {end: 100.0}, "seed": 1}
+    chat = [{"role": "user", "content": "Hello"}]
+    assert builder_without_weights(folder).end_ids == (1, 2, end)  # 2 is config.json's
+    (tmp_path / "in.jsonl").write_text(json.dumps({"messages": chat, "sampling_params": params}) + "\n")
+    with Runtime(folder, device=torch.get_default_device(), max_total_tokens=2000) as runtime:
+        found = [
+            runtime.generate("Hello", params),
+            runtime.generate([chat], params)[0],
+            [*runtime.stream(chat, params)][-1].output,
+            Conversation(runtime, sampling_params=params).say("Hello"),
+        ]
+        assert all(one is not None and one.token_ids == (end,) for one in found)
+        assert {one.finish_reason for one in found if one is not None} == {FinishReason.STOP}
+        assert runtime.generate("Hello", {**params, "choice": ["Mira", "Mira likes"]}).text == "Mira"
+        run_batch(runtime, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    (record,) = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert (record["finish_reason"], record["usage"]["completion_tokens"]) == ("stop", 1)

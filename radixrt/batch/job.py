@@ -20,7 +20,7 @@ from radixrt.batch.formats.line_format import LineParser
 from radixrt.batch.formats.openai_batch import ChatReader
 from radixrt.batch.formats.source import BadLine, read_lines
 from radixrt.batch.journal.journal import Kept
-from radixrt.batch.journal.manifest import CUTS, Manifest
+from radixrt.batch.journal.manifest import CUTS, ENDS, Manifest
 from radixrt.batch.journal.run_folder import RunFolder, aside_path, has_run, run_path
 from radixrt.batch.journal.standard_output import StandardOutput
 from radixrt.batch.meter import reading_bar
@@ -357,7 +357,7 @@ class ScannedBatch:
             with StandardOutput(batch.scratch, len(self.lines)) as output:
                 yield output
             return
-        settings: dict[str, Any] = {"seed": seed, CUTS: self.lines.cuts_hash}
+        settings: dict[str, Any] = {"seed": seed, CUTS: self.lines.cuts_hash, ENDS: self.lines.end_ids}
         if batch.options.strict_form:
             settings["strict_form"] = True
         manifest = Manifest(

@@ -20,7 +20,7 @@ from radixrt.batch.options import BatchConfig
 from radixrt.batch.parts import Part, PartialOutputs, part_at
 from radixrt.batch.record_writer import RecordCounts, RecordWriter
 from radixrt.batch.retry import Retries
-from radixrt.batch.scan import Scan, SoundLine
+from radixrt.batch.scan import Checked, Scan, SoundLine
 from radixrt.batch.suspects import killed
 from radixrt.batch.tally import Tally
 from radixrt.engine.gc_control import old_objects_left_alone
@@ -41,18 +41,12 @@ READ_AT_ONCE = 512  # lines
 _NOTHING, _NO_RUN = Tally(), RunFigures()
 
 
-class PreparedRequest(Protocol):
+class PreparedRequest(Checked, Protocol):
     """A request from `BatchRuntime.prepare`."""
 
     @property
     def id(self) -> int | str:
         """The id of its output, unique in the runtime."""
-
-    @property
-    def prompt_ids(self) -> Int32Array: ...
-
-    @property
-    def max_new_tokens(self) -> int: ...
 
 
 R = TypeVar("R", bound=PreparedRequest)

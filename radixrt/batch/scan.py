@@ -46,6 +46,12 @@ class Checked(Protocol):
     @property
     def max_new_tokens(self) -> int: ...
 
+    @property
+    def stop_ids(self) -> frozenset[int]: ...
+
+    @property
+    def late_ids(self) -> frozenset[int]: ...
+
 
 Check = Callable[[Int32Array | str | Sequence[Any] | Chat, SamplingParams, int], Checked]
 """Checks whether a model can run a prompt with its parameters; the number is its line. For example
@@ -89,6 +95,7 @@ class Scan:
             text has none in it.
         cuts_hash: hash of how long answers may be where the context ends them before their own maximum; None if
             it ends none.
+        end_ids: the tokens that end answers though no line names them, sorted: the model's.
         problems: the first MAX_NAMED bad lines.
         num_problems: bad lines of each kind.
     """
@@ -102,6 +109,7 @@ class Scan:
     input_hash: str
     tokens_hash: str
     cuts_hash: str | None
+    end_ids: tuple[int, ...]
     problems: tuple[Problem, ...]
     num_problems: dict[LineErrorType, int]
     _entries: Path
@@ -193,6 +201,7 @@ class _Writer:
         self._tokens = TokenWriter(folder)
         self._hash, self._tokens_hash = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
         self._cuts_hash, self._has_cuts = hashlib.blake2b(digest_size=16), False
+        self._end_ids: set[int] = set()
         self._block: list[tuple[int, InputRecord | LineError]] = []
         self._ids: set[bytes] = set()  # hashes of the sound lines' custom_ids
         self._columns: list[tuple[int, int, int, int, bool]] = []  # line, new tokens, answers, match limit, bad
@@ -256,6 +265,7 @@ class _Writer:
             input_hash=self._hash.hexdigest(),
             tokens_hash=self._tokens_hash.hexdigest(),
             cuts_hash=self._cuts_hash.hexdigest() if self._has_cuts else None,
+            end_ids=tuple(sorted(self._end_ids)),
             problems=tuple(self._problems),
             num_problems=dict(self._counts),
             _entries=self._path,
@@ -287,6 +297,7 @@ class _Writer:
             return np.zeros(0, np.int32), entry
         prompt_len, params = len(checked.prompt_ids), record.sampling_params
         self._columns.append((line, checked.max_new_tokens, params.n, params.match_limit(prompt_len), False))
+        self._end_ids.update(checked.stop_ids.difference(params.stop_token_ids), checked.late_ids)
         if checked.max_new_tokens < params.max_new_tokens:
             self._cuts_hash.update(b"%d %d\n" % (line, checked.max_new_tokens))
             self._has_cuts = True

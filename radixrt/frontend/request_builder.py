@@ -8,10 +8,10 @@ import secrets
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,16 +43,25 @@ from radixrt.schedule.request import Request
 from radixrt.text.builder import TextBuilder
 from radixrt.text.chat import Chat, is_chat
 from radixrt.text.excess import refusal_of_chat, refusal_of_length
+from radixrt.text.hidden_tokens import named_in, special_texts
 from radixrt.text.tokenizer import Tokenizer, tokenizer_of
 
 if TYPE_CHECKING:
     from radixrt.models.config import ModelConfig
 
-_Terms = tuple[frozenset[int], tuple[tuple[int, ...], ...]]  # stop ids and bad words
 
 _MAX_REMEMBERED = 64  # parameters
 _MAX_PRIORITY = 2**31 - 1
 _ID_BITS = 52  # of a Runtime's first id: hard to guess, and exact in every JSON reader
+
+
+class _Terms(NamedTuple):
+    """What follows from parameters for a model."""
+
+    stop_ids: frozenset[int]
+    late_ids: frozenset[int]  # as in Request
+    bad_words: tuple[tuple[int, ...], ...]
+    hidden: Mapping[int, str]  # as in TextBuilder
 
 
 @dataclass(eq=False)
@@ -70,6 +79,15 @@ class RequestBuilder:
     _known: dict[tuple[object, ...], _Terms] = field(default_factory=dict)  # by the parameters that decide
     _forms: FormCompiler | None = None  # made by the first form
     _forms_lock: Lock = field(default_factory=Lock)
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer, sorted: those that the model's configs name, and the tokenizer's own."""
+        ends = set(self.config.eos_token_ids)
+        own = None if self.tokenizer is None else self.tokenizer.eos_token_id
+        if own is not None and own < self.config.vocab_size:
+            ends.add(own)
+        return tuple(sorted(ends))
 
     def build(
         self,
@@ -92,7 +110,7 @@ class RequestBuilder:
         be run, ParameterError if parameters are out of bounds or ask for what the model does not have.
         """
         params = read_params(params, self.defaults)
-        stop_ids, bad_words = self._terms(params)
+        terms = self._terms(params)
         context, start = self.context_length, params.prompt_logprobs_start
         prompt, num_kept = unwrapped(prompt), params.truncate_prompt_tokens
         namespace, ids = self.namespace(tenant), self.token_ids(prompt, is_cut=num_kept is not None)
@@ -109,7 +127,7 @@ class RequestBuilder:
                 raise ParameterError(
                     "stop, stop_regex and streams need a tokenizer, and the model's folder has none"
                 )
-            make_text = partial(TextBuilder, self.tokenizer, params) if has_stops else None
+            make_text = partial(TextBuilder, self.tokenizer, params, terms.hidden) if has_stops else None
         request = Request(
             index=index,
             id=next(self._ids) if request_id is None else request_id,
@@ -117,11 +135,12 @@ class RequestBuilder:
             params=params,
             max_new_tokens=min(params.max_new_tokens, context - len(ids)),
             seed=_derived_seed(self.seed, index, call) if params.seed is None else params.seed,
-            stop_ids=stop_ids,
-            bad_words=bad_words,
+            stop_ids=terms.stop_ids,
+            late_ids=terms.late_ids,
+            bad_words=terms.bad_words,
             namespace=namespace,
             make_text=make_text,
-            form=self._form(params, stop_ids),
+            form=self._form(params, terms.stop_ids),
             priority=check_int("priority", priority, -_MAX_PRIORITY, _MAX_PRIORITY),
         )
         if (refusal := self.refusal(request)) is not None:
@@ -147,6 +166,7 @@ class RequestBuilder:
             max_new_tokens=min(params.max_new_tokens, self.context_length - len(ids)),
             seed=_derived_seed(self.seed, index, call) if params.seed is None else params.seed,
             stop_ids=model.stop_ids,
+            late_ids=model.late_ids,
             bad_words=model.bad_words,
             namespace=model.namespace,
             make_text=model.make_text,
@@ -291,12 +311,14 @@ class RequestBuilder:
             params.logit_bias,
             params.allowed_token_ids,
             bool(params.min_new_tokens),
+            params.stop if params.skip_special_tokens else (),
         )
         if (known := self._known.get(deciding)) is not None:
             return known
-        stop_ids = frozenset(params.stop_token_ids)
+        stop_ids, end_ids = frozenset(params.stop_token_ids), frozenset(self.end_ids)
         if not params.ignore_eos:
-            stop_ids |= frozenset(self.config.eos_token_ids)
+            stop_ids |= end_ids
+        late_ids = end_ids - stop_ids if params.min_new_tokens else frozenset()
         bad_words = tuple(dict.fromkeys(ids for word in params.bad_words for ids in self._spelled(word)))
         vocab_size = self.config.vocab_size
         named = {
@@ -311,13 +333,18 @@ class RequestBuilder:
         if params.allowed_token_ids is not None:
             left = set(params.allowed_token_ids) - {word[0] for word in bad_words if len(word) == 1}
             if params.min_new_tokens:
-                left -= stop_ids
+                left -= stop_ids | late_ids
             if not left:
                 raise ParameterError("bad_words and min_new_tokens leave none of allowed_token_ids to draw")
         if len(self._known) >= _MAX_REMEMBERED:
             self._known.clear()
-        terms = self._known[deciding] = (stop_ids, bad_words)
+        hidden = named_in(params.stop, self._special_texts) if params.stop and params.skip_special_tokens else {}
+        terms = self._known[deciding] = _Terms(stop_ids, late_ids, bad_words, hidden)
         return terms
+
+    @cached_property
+    def _special_texts(self) -> Mapping[int, str]:
+        return {} if self.tokenizer is None else special_texts(self.tokenizer)
 
     def _form(self, params: SamplingParams, stop_ids: frozenset[int]) -> Form | None:
         """The compiled form of answers. Raises FormError."""
@@ -328,8 +355,7 @@ class RequestBuilder:
             if self._forms is None:
                 if self.tokenizer is None:
                     raise FormError(f"{asked.kind} needs a tokenizer, and the model's folder has none")
-                end_ids = tuple(sorted(self.config.eos_token_ids))
-                self._forms = form_compiler(vocabulary_of(self.tokenizer, self.config.vocab_size, end_ids))
+                self._forms = form_compiler(vocabulary_of(self.tokenizer, self.config.vocab_size, self.end_ids))
         return self._forms.compile(asked, stop_ids, params.n)
 
     def _spelled(self, word: str | tuple[int, ...]) -> list[tuple[int, ...]]:

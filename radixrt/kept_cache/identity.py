@@ -29,7 +29,7 @@ _STEP, _TURN = 0x1E3779B97F4A7C15, 0x3B67AE8584CAA73B
 # Fields of a config on which no KV depends, or that are spelled out below.
 _NOT_OF_KV = {
     *("dtype", "quantization", "initializer_range", "bos_token_id", "eos_token_ids"),
-    *("context_length", "max_context_length", "attention"),
+    *("context_length", "max_context_length", "attention", "is_tying_known"),
 }
 
 

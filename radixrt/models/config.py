@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -73,6 +73,13 @@ _BOUNDS = {
 GENERATION_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+# Other names of the same functions.
+_ALSO_CALLED = {
+    "swish": "silu",
+    "gelu_python": "gelu",
+    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_accurate", "gelu_python_tanh"), "gelu_pytorch_tanh"),
+}
+_ACTIVATION_FIELDS = ("hidden_act", "hidden_activation", "mlp_hidden_act", "mamba_hidden_act")
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,9 @@ class ModelConfig:
 
     `attention` has an entry a layer. `dtype` is the checkpoint's own (float32 if unnamed). `context_length` is the
     longest sequence that positions exist for, `max_context_length` the longest that the rope's scaling allows.
-    `eos_token_ids`, sorted, end an answer. `quantization` is the checkpoint's own.
+    `eos_token_ids`, sorted, end an answer, as does the tokenizer's own (see `RequestBuilder.end_ids`).
+    `quantization` is the checkpoint's own. Where config.json does not say whether embeddings are tied,
+    `is_tying_known` is False until weights are there to tell; `tie_word_embeddings` is the family's default then.
 
     A family with fields of its own derives a class that adds them and overrides `read_family`. `inner_sizes` are
     those that are divided among ranks besides heads of attention, with their names in config.json; of
@@ -131,6 +140,7 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     quantization: Quantization | None = field(default=None, kw_only=True)
+    is_tying_known: bool = field(default=True, kw_only=True)
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self:
@@ -150,17 +160,22 @@ class ModelConfig:
             source = _text_config(whole, architecture, raw)
             if getattr(source, "rope_parameters", None):  # as transformers before it computes frequencies
                 source.standardize_rope_params()
+            for name in _ACTIVATION_FIELDS:
+                if (known := _ALSO_CALLED.get(str(getattr(source, name, None)))) is not None:
+                    setattr(source, name, known)
             own = cls.read_family(source)
             config = cls(
                 **{**_read_common(source, own, recurrent=cls.recurrent_type), **own},
                 architecture=architecture,
-                eos_token_ids=_end_tokens(folder, source.eos_token_id, source.vocab_size),
+                eos_token_ids=_end_tokens(folder, parts, source.vocab_size),
                 quantization=next((found for found in quantizations if found is not None), None),
+                is_tying_known=any(part.get("tie_word_embeddings") is not None for part in parts),
             )
         except ModelError:
             raise
         except Exception as error:  # whatever transformers' validators raise
-            raise ModelError(f"{folder / 'config.json'} cannot be used: {error}") from error
+            told = " ".join(str(error).split()) or type(error).__name__  # some have several lines
+            raise ModelError(f"{folder / 'config.json'} cannot be used: {told}") from error
         config.check()
         return config
 
@@ -336,8 +351,8 @@ def _text_config(whole: Any, architecture: str, raw: Mapping[str, Any]) -> Any:
     """The part of a config that is about text, or all of it. Raises ModelError where it is of another model.
 
     `raw` is config.json itself: where it does not say whether embeddings are tied, the text's own default counts,
-    as transformers' default for the whole model may be another one. Special tokens of the whole model come before
-    those of its text, which may be defaults.
+    if it has one, as transformers' default for the whole model may be another one. Special tokens of the whole
+    model come before those of its text, which may be defaults.
     """
     text_models = text_models_of(architecture)
     if not text_models:
@@ -350,7 +365,7 @@ def _text_config(whole: Any, architecture: str, raw: Mapping[str, Any]) -> Any:
         )
     told = [part.get("tie_word_embeddings") for part in (raw, raw.get("text_config")) if isinstance(part, dict)]
     tied = [value for value in told if value is not None]
-    source.tie_word_embeddings = tied[0] if tied else type(source)().tie_word_embeddings
+    source.tie_word_embeddings = tied[0] if tied else getattr(type(source)(), "tie_word_embeddings", False)
     source.dtype = source.dtype or whole.dtype
     for name in ("bos_token_id", "eos_token_id"):
         if raw.get(name) is not None or getattr(source, name, None) is None:
@@ -450,15 +465,21 @@ def generation_defaults(folder: Path) -> SamplingParams:
         raise ModelError(f"{file} cannot be used: {error}") from error
 
 
-def _end_tokens(folder: Path, config_value: object, vocab_size: int) -> tuple[int, ...]:
-    """Read the end tokens of generation_config.json, or config.json's where it has none; those that the model has
-    no logits for, such as -1, end nothing.
+def _end_tokens(folder: Path, parts: Sequence[Mapping[str, Any]], vocab_size: int) -> tuple[int, ...]:
+    """The end tokens that generation_config.json and config.json name; those that the model has no logits for,
+    such as -1, end nothing.
+
+    Of config.json's `parts` the first that names some counts: a text_config may hold defaults. Those of
+    transformers' classes do not count, as they are of one vocabulary.
     """
-    file = folder / "generation_config.json"
-    value = read_json(file).get("eos_token_id") if file.exists() else None
-    if value is None:
-        value = config_value
-    tokens: list[Any] = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(type(token) is int for token in tokens):
-        raise ModelError(f"eos_token_id must be a token id or a list of them, but is {value!r}")
-    return tuple(sorted({token for token in tokens if 0 <= token < vocab_size}))
+    generation = folder / "generation_config.json"
+    named = {generation: read_json(generation).get("eos_token_id") if generation.exists() else None}
+    in_parts = [part["eos_token_id"] for part in parts if part.get("eos_token_id") is not None]
+    named[folder / "config.json"] = next(iter(in_parts), None)
+    ends: set[int] = set()
+    for file, value in named.items():
+        tokens = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(type(token) is int for token in tokens):
+            raise ModelError(f"eos_token_id in {file} must be a token id or a list of them, but is {value!r}")
+        ends.update(token for token in tokens if 0 <= token < vocab_size)
+    return tuple(sorted(ends))

@@ -71,7 +71,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             "NemotronH",
             "Nemotron-H 4B, 8B, 47B, 56B, Nemotron Nano 2 9B, 12B, Nemotron 3 Nano 30B-A3B",
         ),
-        "SeedOssForCausalLM": Family("Seed-OSS", "radixrt.models.qwen", "Qwen2", "Seed-OSS 36B"),
+        "SeedOssForCausalLM": Family("Seed-OSS", "radixrt.models.qwen", "SeedOss", "Seed-OSS 36B"),
         "GptOssForCausalLM": Family("gpt-oss", "radixrt.models.gpt_oss", "GptOss", "gpt-oss 20b, 120b"),
         "Exaone4ForCausalLM": Family("EXAONE 4", "radixrt.models.exaone", "Exaone4", "EXAONE 4.0 1.2B, 32B"),
         "Ernie4_5ForCausalLM": Family("ERNIE 4.5", "radixrt.models.glm", "Ernie4_5", "ERNIE 4.5 0.3B (dense)"),

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
 SUFFIX = ".gguf"
-VERSION = 2  # of what is written here
+VERSION = 3  # of what is written here
 CACHE_VARIABLE = "RADIXRT_CACHE"
 SHARD_BYTES = 2**31
 
@@ -142,10 +142,10 @@ def _convert(file: Path, reader: GGUFReader, folder: Path) -> None:
         known: Any = AutoConfig.from_pretrained(place, gguf_file=name, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=name, trust_remote_code=False)
     _fill_config(known, arch, reader)
+    known.eos_token_id = _end_tokens(reader)  # its class has those of another vocabulary
     known.save_pretrained(folder)
     _fill_tokenizer(tokenizer, reader)
     tokenizer.save_pretrained(folder)
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": _end_tokens(reader)}))
 
     decoder = find_architecture(ARCHITECTURES[arch])
     config = decoder.config_class.from_folder(folder).with_context_length(2)

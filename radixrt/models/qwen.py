@@ -1,4 +1,4 @@
-"""Qwen2 and 2.5 (Qwen team, 2024), Qwen3 and its mixtures of experts (Qwen team, 2025)."""
+"""Qwen2 and 2.5 (Qwen team, 2024), Qwen3 and its mixtures of experts (2025), and Seed-OSS (ByteDance, 2025)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from layers.moe import EXPERT_NAMES, SparseMoE
-from radixrt.models.config import optional
+from radixrt.models.config import ModelConfig, optional
 from radixrt.models.decoder import Attention, Decoder, FeedForward
 from radixrt.models.mixtral import MixtureConfig, split_experts
 
@@ -24,6 +24,33 @@ class Qwen2(Decoder):
             self.rotary(layer_id),
             qkv_bias=True,
             output_bias=False,
+            placement=self.placement,
+        )
+
+
+@dataclass(frozen=True)
+class SeedOssConfig(ModelConfig):
+    """`output_bias`: whether attention's output has a bias; `attention_bias` is of q, k and v."""
+
+    output_bias: bool
+
+    @classmethod
+    def read_family(cls, source: Any) -> dict[str, Any]:
+        return {"output_bias": source.attention_out_bias}
+
+
+class SeedOss(Decoder):
+    """Llama whose projections of attention have biases by config, the last one by a field of its own."""
+
+    config: SeedOssConfig
+    config_class = SeedOssConfig
+
+    def build_attention(self, layer_id: int) -> Attention:
+        return Attention(
+            self.config,
+            layer_id,
+            self.rotary(layer_id),
+            output_bias=self.config.output_bias,
             placement=self.placement,
         )
 

@@ -58,7 +58,7 @@ class LogitsProcessors:
     bias_ids: Int32Array  # `[N]`
     biases: NDArray[np.float32]  # `[N]`, added to their logits
     allowed_ids: Int32Array  # `[N]`, the only tokens that may be drawn, if params name some
-    stop_bans: Int32Array  # `[N, 2]` as in `BadWords`, bans of the stop tokens at positions below `stops_from`
+    stop_bans: Int32Array  # `[N, 2]` as in `BadWords`, bans of what ends answers at positions below `stops_from`
     stops_from: int
     bad_words: tuple[BadWords, BadWords]  # for histories whose last token is known, and is not
     end: int  # position from which on nothing is changed
@@ -68,7 +68,8 @@ class LogitsProcessors:
     def of(cls, request: Request) -> LogitsProcessors | None:
         """None if all tokens are drawn from the model's own logits, and nobody wants to know from what."""
         params, words = request.params, request.bad_words
-        stops_from = request.prompt_len + params.min_new_tokens if request.stop_ids else 0
+        late_ids = request.stop_ids | request.late_ids
+        stops_from = request.prompt_len + params.min_new_tokens if late_ids else 0
         has_lists = (
             params.has_penalties or bool(params.logit_bias or words) or params.allowed_token_ids is not None
         )
@@ -82,7 +83,7 @@ class LogitsProcessors:
             bias_ids=_ids([token for token, _ in params.logit_bias]),
             biases=np.array([bias for _, bias in params.logit_bias], dtype=np.float32),
             allowed_ids=_ids(params.allowed_token_ids or ()),
-            stop_bans=_bans([(token, NO_TOKEN) for token in request.stop_ids]),
+            stop_bans=_bans([(token, NO_TOKEN) for token in late_ids]),
             stops_from=stops_from,
             bad_words=(BadWords.of(words, False), BadWords.of(words, True)),
             end=end,

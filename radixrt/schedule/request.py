@@ -23,6 +23,7 @@ class Request:
     max_new_tokens: int  # params.max_new_tokens, fewer where the context ends before
     seed: int  # of its draws, 0 to 2**63 - 1
     stop_ids: frozenset[int] = frozenset()  # tokens that end it
+    late_ids: frozenset[int] = frozenset()  # others that are not drawn before params.min_new_tokens, either
     bad_words: tuple[tuple[int, ...], ...] = ()  # tokens that must not follow one another
     namespace: Namespace = DEFAULT_NAMESPACE  # of its prefix
     make_text: Callable[[], TextBuilder] | None = None  # of an answer, token by token; None: once it has ended

@@ -48,7 +48,7 @@ class Admin:
         async def answered(request: Request) -> Response:
             try:
                 limits = Limits()
-                body = await read_body(request.stream(), limits)
+                body = await read_body(request, limits)
                 given = object_in(body, limits) if body else {}
                 done = await asyncio.get_running_loop().run_in_executor(self._thread, action, given)
                 return JsonResponse(done)

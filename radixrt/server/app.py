@@ -252,7 +252,7 @@ class Server:
         Raises Refusal, or RadixrtError also where nothing can be answered.
         """
         self._check_works()
-        body = await read_body(request.stream(), self.limits)
+        body = await read_body(request, self.limits)
         if len(body) > _READ_AT_ONCE:
             return await self._in_thread(lambda: read(object_in(body, self.limits)))
         given = object_in(body, self.limits)

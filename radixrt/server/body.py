@@ -8,18 +8,23 @@ import asyncio
 from collections.abc import AsyncIterable
 from typing import Any
 
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 
+from radixrt.batch.formats.source import BOM
 from radixrt.batch.formats.strict_json import loads, nests_deeper
-from radixrt.checks import kind
+from radixrt.checks import kind, short
 from radixrt.server.limits import Limits
 from radixrt.server.refusal import Refusal
 
 
-async def read_body(pieces: AsyncIterable[bytes], limits: Limits) -> bytes:
-    """A body, whole. Raises Refusal."""
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """A request's body, whole. Raises Refusal."""
+    if (encoding := request.headers.get("content-encoding", "identity")).lower() != "identity":
+        raise Refusal(
+            415, f"the body has the Content-Encoding {short(encoding)}; send it as it is", "encoded_body"
+        )
     try:
-        return await asyncio.wait_for(_whole(pieces, limits), limits.body_seconds)
+        return await asyncio.wait_for(_whole(request.stream(), limits), limits.body_seconds)
     except asyncio.TimeoutError:
         raise Refusal(408, f"the body did not come within {limits.body_seconds:g} s", "timeout") from None
     except ClientDisconnect:
@@ -44,7 +49,7 @@ def object_in(body: bytes, limits: Limits) -> dict[str, Any]:
     """The JSON object of a body, without what is null. Raises Refusal."""
     deep = Refusal(400, f"the body has more than {limits.depth} levels of arrays and objects", "invalid_json")
     try:
-        given = loads(body)
+        given = loads(body.removeprefix(BOM))
     except RecursionError:
         raise deep from None
     except ValueError as error:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from radixrt.sampling_params import SamplingParams
+from radixrt.text.hidden_tokens import HiddenTokens
 from radixrt.text.stop_regex import LOOK_BACK, StopRegex
 from radixrt.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 _MAX_CONTEXT = 8  # tokens
 _MAX_WINDOW = 64  # tokens
+_NOTHING: Mapping[int, str] = MappingProxyType({})
 
 
 class Detokenizer:
@@ -136,9 +140,12 @@ class TextBuilder:
     `include_stop_str`; one that is complete before there are `min_new_tokens` tokens is ordinary text.
     `matched` is the text of the stop that ended it, or None; it is final after `finish`. A search that takes too
     long raises ParameterError once; the text then goes on without stops.
+
+    `hidden`: special tokens that are not shown and that stop strings name, with their texts, by id. Stop strings
+    are looked for in the text with them, regular expressions in the text as it is shown.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, hidden: Mapping[int, str] = _NOTHING) -> None:
         self.matched: str | None = None
         self._params = params
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
@@ -151,6 +158,7 @@ class TextBuilder:
         self._tail = ""
         self._shown = 0  # characters of the tail that are in _parts
         self._ordinary = 0  # no stop ends in these first characters of the tail
+        self._hidden = HiddenTokens(hidden, params.stop)  # in the tail
 
     def push(self, token_id: int) -> bool:
         """Take the next token. Returns whether a stop is complete; later tokens are ignored."""
@@ -159,7 +167,10 @@ class TextBuilder:
         self._count += 1
         self._tail += self._detokenizer.push(token_id)
         if self._searches:
-            self._search(self._tail + self._detokenizer.tentative())  # which is final if it completes a stop
+            text = self._tail + self._detokenizer.tentative()  # which is final if it completes a stop
+            if self._hidden.stops and self._count >= self._params.min_new_tokens:
+                self._hidden.take(token_id, len(text))
+            self._search(text)
         if self.matched is None:
             self._show_what_is_safe()
         return self.matched is not None
@@ -191,24 +202,34 @@ class TextBuilder:
         if self._count < self._params.min_new_tokens:
             self._ordinary = len(text)
         self._searches = False  # if this raises
-        found = [one.find(text, len(self._tail), self._ordinary) for one in self._regexes]
-        if stop := find_stop(self._params.stop, text, max(self._ordinary, self._shown)):
-            found.append((stop[1], *stop))
+        matches = [one.find(text, len(self._tail), self._ordinary) for one in self._regexes]
+        found = [(*match, text[match[1] : match[2]]) for match in matches if match is not None]
+        after = max(self._ordinary, self._shown)
+        if stop := find_stop(self._params.stop, text, after):
+            found.append((stop[1], *stop, text[slice(*stop)]))
+        if self._hidden:
+            whole = self._hidden.put_into(text)
+            if stop := find_stop(self._hidden.stops, whole, self._hidden.place_of(after)):
+                start, end = map(self._hidden.before, stop)
+                found.append((end, start, end, whole[slice(*stop)]))
         self._searches = True
-        if complete := [stop for stop in found if stop is not None]:
-            _, start, end = min(complete, key=lambda stop: (stop[0], stop[1], -stop[2]))
-            self.matched = text[start:end]
-            self._parts.append(text[self._shown : end if self._params.include_stop_str else start])
+        if found:
+            _, start, _, self.matched = min(found, key=lambda stop: (stop[0], stop[1], -stop[2]))
+            self._parts.append(text[self._shown : start] + (self.matched if self._params.include_stop_str else ""))
 
     def _show_what_is_safe(self) -> None:
         safe = len(self._tail)
         if self._searches:
             safe -= unfinished_stop(self._params.stop, self._tail)
             safe = min([safe, *(one.begun for one in self._regexes)])
+            if self._hidden:
+                whole = self._hidden.put_into(self._tail)
+                safe = min(safe, self._hidden.before(len(whole) - unfinished_stop(self._hidden.stops, whole)))
         if safe <= self._shown:
             return
         self._parts.append(self._tail[self._shown : safe])
         cut = max(0, safe - LOOK_BACK) if self._regexes else safe
         self._tail, self._shown, self._ordinary = self._tail[cut:], safe - cut, max(0, self._ordinary - cut)
+        self._hidden.forget(cut)
         for one in self._regexes:
             one.forget(cut)

@@ -17,9 +17,10 @@ from radixrt.forms.matcher import mask_words
 from radixrt.frontend.arguments import listed_prompts
 from radixrt.frontend.request_builder import RequestBuilder, builder_without_weights
 from radixrt.planning.simulated import NoWeights
+from radixrt.schedule.logits_processors import LogitsProcessors
 from radixrt.text.chat import Chat
 from radixrt.text.tokenizer import Tokenizer, load_tokenizer
-from tests.support.small_tokenizers import chat_tokenizer, small_tokenizer
+from tests.support.small_tokenizers import byte_level, chat_tokenizer, small_tokenizer
 
 
 @pytest.fixture
@@ -317,3 +318,43 @@ def test_forms_of_the_built_in_model() -> None:
     other = builder_without_weights(MODEL_PATH)
     other.build("x", {"choice": ["yes", "no"]})
     assert other._forms is own._forms  # what one has tried, the other need not
+
+
+def test_a_stop_string_may_name_special_tokens(tmp_path: Path) -> None:
+    """Which the text does not show."""
+    byte_level(("<s>", "</s>", "<|turn|>")).save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    builder = RequestBuilder(NoWeights(tokenizer.vocab_size).config, tokenizer, context_length=100)
+    ids = tokenizer.encode("Mira<|turn|>\nTarek").tolist()
+
+    def text_of(stop: str, **params: Any) -> tuple[str, str | None]:
+        request = builder.build([1], {"stop": stop, **params})
+        assert request.make_text is not None
+        text = request.make_text()
+        for token_id in ids:
+            if text.push(token_id):
+                break
+        return text.finish(), text.matched
+
+    assert text_of("<|turn|>") == ("Mira", "<|turn|>")
+    assert text_of("<|turn|>\nT") == ("Mira", "<|turn|>\nT")
+    assert text_of("ra<|turn|>", include_stop_str=True) == ("Mira<|turn|>", "ra<|turn|>")
+    assert text_of("<|turn|>", skip_special_tokens=False) == ("Mira", "<|turn|>")
+    assert text_of("</s>") == ("Mira\nTarek", None)
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_end_tokens_wait_for_min_new_tokens(ignore_eos: bool) -> None:
+    """Also where they end nothing: they are not drawn before."""
+    builder = RequestBuilder(NoWeights(50, eos_token_ids=(2, 7)).config, None, context_length=20)
+    params = {"ignore_eos": ignore_eos, "min_new_tokens": 3, "stop_token_ids": [7, 9], "max_tokens": 5}
+    request = builder.build([1], params)
+    assert request.stop_ids | request.late_ids == {2, 7, 9}
+    assert request.stop_ids == ({7, 9} if ignore_eos else {2, 7, 9})
+    assert builder.alike(request, request.prompt_ids, 1, 0, "a").late_ids == request.late_ids
+    processors = LogitsProcessors.of(request)
+    assert processors is not None
+    assert sorted(processors.stop_bans[:, 0].tolist()) == [2, 7, 9]
+    assert not builder.build([1], {"ignore_eos": ignore_eos}).late_ids
+    with pytest.raises(ParameterError, match="bad_words and min_new_tokens leave none of allowed_token_ids"):
+        builder.build([1], {**params, "allowed_token_ids": [2]})

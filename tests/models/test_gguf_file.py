@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import fields
@@ -236,6 +237,8 @@ def test_what_a_killed_process_left_is_made_again(tmp_path: Path, cache: Path) -
 def test_turns_end_with_tokens_that_the_file_does_not_name(tmp_path: Path) -> None:
     file = write_gguf(checkpoints.llama(num_hidden_layers=1), tmp_path / "a.gguf")
     assert load_model(file)[1].eos_token_ids == (2, 3), "</s>, which it names, and <|im_end|>"
+    told = json.loads((model_folder(file) / "config.json").read_text())
+    assert told["eos_token_id"] == [2, 3], "not the default of transformers' class"
 
 
 def test_a_factor_alone_is_linear_scaling(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from layers.gated_delta_net import GatedDeltaNet
 from layers.stages import Stage
 from layers.weight import Weight
 from memory_pool.kv_layout import KVLayout, StateLayout
@@ -346,6 +347,17 @@ def test_weights_in_e4m3(make: Callable[..., Any], form: str, tmp_path: Path) ->
         (output,) = runtime.generate([prompt], params)
     found = [one.logprob for one in output.prompt_logprobs[-len(prompt) + 1 :]]
     assert found == pytest.approx([float(logprobs[at, token]) for at, token in enumerate(prompt[1:])], abs=1e-3)
+
+
+@pytest.mark.parametrize("make", [checkpoints.qwen3_next, checkpoints.qwen3_5])
+def test_numbers_of_heads_are_not_rounded(make: Callable[..., Any], tmp_path: Path) -> None:
+    """Decays and shares, which published checkpoints in e4m3 leave as they are."""
+    checkpoints.write(make(), tmp_path)
+    plain, rounded = (load_model(tmp_path, quantization=asked)[0] for asked in (None, "fp8"))
+    for kept, own in zip(plain.blocks, rounded.blocks, strict=True):
+        if isinstance(kept.attention, GatedDeltaNet):
+            assert torch.equal(own.attention.ba.weight.values, kept.attention.ba.weight.values)
+            assert not torch.equal(own.attention.qkvz.weight.values, kept.attention.qkvz.weight.values)
 
 
 def test_words_along_outputs_are_refused(tmp_path: Path) -> None:

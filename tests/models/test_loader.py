@@ -342,6 +342,56 @@ def test_a_tied_head_in_a_checkpoint_is_ignored(tmp_path: Path) -> None:
     assert torch.equal(model.embedding.weight, reference.model.embed_tokens.weight)
 
 
+SILENT: dict[str, Callable[..., Any]] = {
+    "llama": checkpoints.llama,  # whose class is tied by default: no
+    "gemma3": checkpoints.gemma3,  # yes
+    "lfm2": checkpoints.lfm2,
+    "mistral with images": checkpoints.mistral_with_images,  # by its text no, as a whole yes
+    "qwen2.5-vl": checkpoints.qwen2_vl,  # whose text knows no such field
+    "qwen3-vl": checkpoints.qwen3_vl,
+    "qwen3-vl-moe": checkpoints.qwen3_vl_moe,
+}
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("family", SILENT)
+def test_what_is_stored_says_whether_a_head_is_tied(family: str, is_tied: bool, tmp_path: Path) -> None:
+    """Where config.json says nothing."""
+    folder = checkpoints.write(SILENT[family](tie_word_embeddings=is_tied), tmp_path / "model")
+    told, expected = load_model(folder)
+    raw = json.loads((folder / "config.json").read_text())
+    for part in (raw, raw.get("text_config", {})):
+        part.pop("tie_word_embeddings", None)
+    (folder / "config.json").write_text(json.dumps(raw))
+    silent, config = load_model(folder)
+    assert (config, config.tie_word_embeddings) == (expected, is_tied)
+    ours = {name: unpacked(place) for name, place in silent.checkpoint_tensors()}
+    assert_same_weights(ours, {name: unpacked(place) for name, place in told.checkpoint_tensors()})
+    reload_weights(silent, config, folder, before_change=lambda: None)
+    if is_tied:  # stored twice, equal and not
+        stored = load_file(folder / "model.safetensors")
+        (embedding,) = (tensor for name, tensor in stored.items() if name.endswith("embed_tokens.weight"))
+        edit_weights(folder, put("lm_head.weight", embedding.clone()))
+        assert load_model(folder)[1].tie_word_embeddings
+        edit_weights(folder, put("lm_head.weight", embedding + 1))
+        other, config = load_model(folder)
+        assert not config.tie_word_embeddings
+        assert torch.equal(other.head.weight, embedding + 1)
+        with pytest.raises(ModelError, match=r"lm_head.weight in .* differs from the embedding, but the model"):
+            reload_weights(silent, expected, folder, before_change=pytest.fail)
+
+
+def test_a_head_that_the_index_names_is_missed(tmp_path: Path) -> None:
+    """It is no sign of tied embeddings where the file that had it lost it."""
+    folder = checkpoints.write(checkpoints.llama(), tmp_path / "model", max_shard_size="20KB")
+    edit_json(folder / "config.json", tie_word_embeddings=None)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    file = folder / index["lm_head.weight"]
+    save_file({name: tensor for name, tensor in load_file(file).items() if name != "lm_head.weight"}, file)
+    with pytest.raises(ModelError, match=r"1 tensors are missing: lm_head.weight"):
+        load_model(folder)
+
+
 # --- what is wrong with the weights ---
 
 
@@ -774,15 +824,16 @@ def test_older_names_of_the_rope(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("generation", "expected"),
     [
-        ({"eos_token_id": 5}, (5,)),
-        ({"eos_token_id": [9, 5, 9]}, (5, 9)),
-        ({"eos_token_id": 0}, (0,)),
-        ({"eos_token_id": [-1, 7, 101, 2**40]}, (7,)),  # the vocabulary has 101
+        ({"eos_token_id": 5}, (2, 5)),
+        ({"eos_token_id": [9, 5, 9]}, (2, 5, 9)),
+        ({"eos_token_id": 0}, (0, 2)),
+        ({"eos_token_id": [-1, 7, 101, 2**40]}, (2, 7)),  # the vocabulary has 101
         ({"temperature": 0.6}, (2,)),
         (None, (2,)),
     ],
 )
 def test_end_tokens(folder: Path, generation: dict[str, Any] | None, expected: tuple[int, ...]) -> None:
+    """Those of both files; config.json names 2."""
     file = folder / "generation_config.json"
     file.unlink()
     if generation is not None:
@@ -790,16 +841,26 @@ def test_end_tokens(folder: Path, generation: dict[str, Any] | None, expected: t
     assert ModelConfig.from_folder(folder).eos_token_ids == expected
 
 
-def test_end_tokens_of_a_whole_model_come_before_defaults_of_its_text(tmp_path: Path) -> None:
-    """Gemma 3's are told beside its text_config, whose type has another default."""
+def test_end_tokens_of_a_whole_model_come_before_those_of_its_text(tmp_path: Path) -> None:
+    """A text_config may hold what is its type's default."""
     folder = checkpoints.write(checkpoints.gemma3_with_images(), tmp_path)
     (folder / "generation_config.json").unlink()
     raw = json.loads((folder / "config.json").read_text())
-    del raw["text_config"]["eos_token_id"]
+    assert "eos_token_id" not in raw
+    raw["text_config"]["eos_token_id"] = 7
     (folder / "config.json").write_text(json.dumps(raw))
-    assert GemmaConfig.from_folder(folder).eos_token_ids == (1,)
+    assert GemmaConfig.from_folder(folder).eos_token_ids == (7,)
     edit_json(folder / "config.json", eos_token_id=[1, 50])
     assert GemmaConfig.from_folder(folder).eos_token_ids == (1, 50)
+
+
+def test_an_end_token_that_no_file_names_is_none(folder: Path) -> None:
+    """The default of Llama's class, 2, is an ordinary token of most vocabularies."""
+    raw = json.loads((folder / "config.json").read_text())
+    del raw["eos_token_id"]
+    (folder / "config.json").write_text(json.dumps(raw))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 50}))
+    assert ModelConfig.from_folder(folder).eos_token_ids == (50,)
 
 
 def test_no_end_token_at_all(folder: Path) -> None:
@@ -812,7 +873,7 @@ def test_no_end_token_at_all(folder: Path) -> None:
 @pytest.mark.parametrize("value", ["2", [2, "3"], 1.5, True])
 def test_end_tokens_that_are_none(folder: Path, value: object) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    with pytest.raises(ModelError, match="eos_token_id must be a token id or a list of them"):
+    with pytest.raises(ModelError, match=r"eos_token_id in .*generation_config.json must be a token id or a"):
         ModelConfig.from_folder(folder)
 
 

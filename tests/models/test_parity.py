@@ -109,6 +109,13 @@ MODELS: dict[str, Callable[[], Any]] = {
         checkpoints.hunyuan, rope_parameters=checkpoints.YARN_ROPE, attention_bias=True
     ),
     "seed-oss": checkpoints.seed_oss,
+    "seed-oss, a bias on the output alone": partial(
+        checkpoints.seed_oss, attention_bias=False, attention_out_bias=True
+    ),
+    "seed-oss without biases": partial(checkpoints.seed_oss, attention_bias=False, mlp_bias=True),
+    "swish": partial(checkpoints.llama, hidden_act="swish"),
+    "gelu_new": partial(checkpoints.llama, hidden_act="gelu_new"),
+    "gelu_fast": partial(checkpoints.gemma2, hidden_activation="gelu_fast"),
     "smollm3": checkpoints.smollm3,
     "gemma2": checkpoints.gemma2,
     "gemma3": checkpoints.gemma3,

@@ -91,6 +91,17 @@ def test_what_cannot_be_is_refused_by_name(
     assert error["type"] == "invalid_request_error"
 
 
+def test_what_may_come_before_a_body(serving: Serving, runtime: Runtime) -> None:
+    """A byte order mark says nothing; a compressed body is refused as such, not as one that is not UTF-8."""
+    url = serving(Server(runtime, "built-in"))
+    body = json.dumps({"prompt": "a", "max_tokens": 2, **GREEDY}).encode()
+    assert httpx.post(f"{url}/v1/completions", content=b"\xef\xbb\xbf" + body).status_code == 200
+    for encoding, status in (("identity", 200), ("zstd", 415), ("gzip", 415)):
+        response = httpx.post(f"{url}/v1/completions", content=body, headers={"Content-Encoding": encoding})
+        assert response.status_code == status
+    assert response.json()["error"]["message"] == "the body has the Content-Encoding gzip; send it as it is"
+
+
 HALF = r"\ud83d"  # of a surrogate pair, as JSON spells it
 
 

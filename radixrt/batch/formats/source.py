@@ -21,11 +21,12 @@ from radixrt.files.standard import STANDARD, place_name
 
 MAX_LINE = 64 * 2**20  # bytes
 
-_BOM = b"\xef\xbb\xbf"
+BOM = b"\xef\xbb\xbf"  # a byte order mark, which may come before JSON
 _BLANK = b" \t\r\n"  # white space in JSON
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _ZSTD_SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")  # a frame of metadata, which may come first
+_NEEDS_MEMORY = "requires too much memory"  # what zstd says of windows above 2^27 bytes
 _PARQUET = b"PAR1"
 _NEVER_SHORT = (".gz", ".zst", ".zstd", ".parquet")  # formats in which even an empty file has four bytes
 _BUFFER = 2**20
@@ -54,7 +55,8 @@ def read_lines(
     """Yield the lines that are not blank, stripped, each with its place in the file from 0.
 
     The first bytes of the file tell its format: gzip, zstd, parquet, otherwise plain JSON lines. A byte order mark
-    is skipped. Each row of a parquet file is a line: a JSON object with a key for each column that is not null.
+    is skipped, also before later lines: files may have been joined. Each row of a parquet file is a line: a JSON
+    object with a key for each column that is not null.
 
     At most one line of JSON and a buffer of a megabyte are in memory, or some hundred rows of parquet.
 
@@ -159,12 +161,17 @@ def _json_lines(
             if too_long:
                 yield index, BadLine(f"the line has {length:,} bytes; at most {max_line:,} are read")
                 continue
-            text = (line.removeprefix(_BOM) if index == 0 else line).strip(_BLANK)
+            text = line.removeprefix(BOM).strip(_BLANK)
             line = b""  # free it, unless the caller keeps it, while the next one is read
             if text:
                 yield index, text
             text = b""
     except damage as error:
+        if _NEEDS_MEMORY in str(error):
+            raise BatchFileError(
+                f"{name} is compressed by zstd with a window of more than 128 MiB, which is not read (after line "
+                f"{count:,}): decompress it first (zstd -d --long=31), or compress it without --long"
+            ) from error
         what = "is cut short" if isinstance(error, EOFError) else f"is damaged ({error})"
         raise BatchFileError(f"{name} {what} after line {count:,} ({size:,} bytes): copy it anew") from error
     except OSError as error:

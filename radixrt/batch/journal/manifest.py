@@ -11,7 +11,9 @@ from radixrt.version import __version__
 
 _LONGEST_VALUE = 60  # characters of a value in a message
 _NOT_GIVEN = "not given"
-CUTS = "lengths that the context allows"  # a setting that the manifests of older runs lack
+# Settings that the manifests of older runs lack.
+CUTS = "lengths that the context allows"
+ENDS = "tokens that end answers"
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ class Manifest:
 def differences(kept: Manifest, own: Manifest) -> list[str]:
     """A phrase for each value in which a kept manifest differs from our own."""
     there, here = dict(_leaves(kept)), dict(_leaves(own))
-    there.setdefault(f"settings.{CUTS}", here.get(f"settings.{CUTS}", _NOT_GIVEN))
+    for name in (f"settings.{CUTS}", f"settings.{ENDS}"):
+        there.setdefault(name, here.get(name, _NOT_GIVEN))
     phrases = []
     for name in dict.fromkeys([*there, *here]):
         a, b = there.get(name, _NOT_GIVEN), here.get(name, _NOT_GIVEN)

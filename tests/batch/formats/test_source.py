@@ -67,7 +67,7 @@ def expected(data: bytes, max_line: int = 2**20) -> list[tuple[int, bytes | int]
     out: list[tuple[int, bytes | int]] = []
     for index, line in enumerate(lines):
         ended = index < len(lines) - 1
-        text = (line.removeprefix(b"\xef\xbb\xbf") if index == 0 else line).strip(b" \t\r\n")
+        text = line.removeprefix(b"\xef\xbb\xbf").strip(b" \t\r\n")
         if len(line) > max_line:
             out.append((index, len(line) + ended))
         elif text:
@@ -195,6 +195,25 @@ def test_a_damaged_file_is_never_taken_for_sound(
     path.write_bytes(whole + b"and something else")
     with pytest.raises(BatchFileError, match=r"is damaged \(.*\) after line 100 "):
         list(read_lines(path))
+
+
+@needs_zstd
+@pytest.mark.parametrize("frames_before", [0, 1])
+def test_a_window_of_zstd_that_is_too_large_is_no_damage(tmp_path: Path, frames_before: int) -> None:
+    """As of `zstd --long=30`; one of 2^27 is read."""
+
+    def compressed(window_log: int) -> bytes:
+        own = ZSTD.ZstdCompressor(options={ZSTD.CompressionParameter.window_log: window_log})
+        return bytes(own.compress(b"a\n") + own.flush())
+
+    (tmp_path / "in").write_bytes(zstd(b"b\n") * frames_before + compressed(30))
+    told = (
+        f"with a window of more than 128 MiB, which is not read .after line {frames_before}.: decompress it first"
+    )
+    with pytest.raises(BatchFileError, match=told):
+        list(read_lines(tmp_path / "in"))
+    (tmp_path / "in").write_bytes(compressed(27))
+    assert found(tmp_path / "in") == [(0, b"a")]
 
 
 def test_a_compressed_name_does_not_make_a_compressed_file(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import radixrt
-from radixrt.batch.journal.manifest import CUTS, Manifest, differences
+from radixrt.batch.journal.manifest import CUTS, ENDS, Manifest, differences
 from tests.support.simulated_batch import manifest
 
 LONG = "x" * 100
@@ -127,7 +127,8 @@ def test_what_is_no_manifest(text: bytes) -> None:
 
 def test_runs_from_before_a_setting_was_kept_go_on() -> None:
     older = manifest(1, settings={"x": 1})
-    none, some = (manifest(1, settings={"x": 1, CUTS: cuts}) for cuts in (None, "a"))
-    assert not differences(older, some)
-    assert differences(none, some) == [f'settings.{CUTS} is null there and "a" here']
-    assert differences(none, older)
+    for name in (CUTS, ENDS):
+        none, some = (manifest(1, settings={"x": 1, name: value}) for value in (None, "a"))
+        assert not differences(older, some)
+        assert differences(none, some) == [f'settings.{name} is null there and "a" here']
+        assert differences(none, older)
