@@ -50,9 +50,7 @@ def read_tokenizer_json(file: Path, config: TokenizerConfig) -> JsonCodec:
     spec: dict[str, Any] = json.loads(text)
     _add(spec, changed)
     if is_missplit:
-        _log.info(
-            "%s splits texts as Llama 3 does, but has a vocabulary of tekken: they are split as there", file
-        )
+        _log.info("%s splits texts as Llama 3 does, but has a vocabulary of tekken: they are split as there", file)
         _split_as_tekken(spec)
     codec, plain = JsonCodec(Backend.from_str(json.dumps(spec))), JsonCodec(source)
     for token_id, token in changed.items():
