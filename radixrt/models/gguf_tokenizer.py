@@ -221,7 +221,8 @@ def _sentencepiece(vocabulary: Vocabulary, header: Header) -> Tokenizer:
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_BLANK), spelled]) if prefix else spelled
     steps = [decoders.Replace(_BLANK, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
-    texts = [*PROBE, *(piece.replace(_BLANK, " ") for piece in vocabulary.normal())]
+    # What has a NUL sentencepiece takes apart, and llama.cpp does not.
+    texts = [*PROBE, *(piece.replace(_BLANK, " ") for piece in vocabulary.normal() if "\0" not in piece)]
     _check_same(tokenizer, texts, _processor(vocabulary, scores, prefix, has_bytes).encode(texts))
     if has_bytes:
         _check_round_trip(tokenizer, PROBE)
