@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MAX_FIELDS, MAX_TENSORS, MAX_TEXTS, MAX_DIMENSIONS = 2**14, 2**18, 2**22, 4
 _VERSIONS = (2, 3)
 # Types of values: numbers by their dtype, bools as bytes.
-_NUMBERS = {
+_NUMBERS: dict[int, np.dtype[Any]] = {
     0: np.dtype("u1"),
     1: np.dtype("i1"),
     2: np.dtype("<u2"),
@@ -137,16 +137,17 @@ class _Reading:
 
     def texts(self, what: str, count: int) -> list[str]:
         """As `text` does, in a tenth of the time: there may be a million."""
-        found, place, data, unpack = [], self.place, self.data.data, _LENGTH.unpack_from
+        found: list[str] = []
+        place, data, size, unpack = self.place, self.data.data, len(self.data), _LENGTH.unpack_from
         try:
             for _ in range(count):
-                (length,) = unpack(data, place)
-                begin, place = place + _TEXT_BYTES, place + _TEXT_BYTES + length
+                begin = place + _TEXT_BYTES
+                place = begin + unpack(data, place)[0]
+                if place > size:
+                    raise ModelError(f"text {len(found)} of {what} ends at {place:,}, beyond the end of the file")
                 found.append(str(data[begin:place], "utf-8"))
         except (struct.error, UnicodeDecodeError) as error:
             raise ModelError(f"text {len(found)} of {what} cannot be read: {error}") from error
-        if place > len(data):
-            raise ModelError(f"the texts of {what} go beyond the end of the file")
         self.place = place
         return found
 

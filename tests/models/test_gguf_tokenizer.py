@@ -46,8 +46,7 @@ SPM = {
     "v3": "mistral_instruct_tokenizer_240323.model.v3",
     "v7": "mistral_instruct_tokenizer_241114.model.v7",
 }
-# Measured: 2 to 4 s for 32,000 to 151,000 tokens on two cores that others use too.
-SECONDS = 30
+SECONDS = 30  # of CPU; measured: 2 for 32,000 tokens, 10 for 250,000
 
 
 @pytest.fixture(autouse=True)
@@ -83,9 +82,9 @@ def test_sentencepiece(version: str, prefix: bool, cache: Path) -> None:
     proto.normalizer_spec.add_dummy_prefix = prefix
     own = SentencePieceProcessor(model_proto=proto.SerializeToString())
     vocabulary = of_sentencepiece(file, prefix)
-    start = time.monotonic()
+    start = time.process_time()
     tokenizer = tokenizer_of(vocabulary, cache)
-    assert time.monotonic() - start < SECONDS
+    assert time.process_time() - start < SECONDS
     check(tokenizer, own.encode, TEXTS)
     for text in TEXTS[:200]:
         assert tokenizer.decode(tokenizer.encode(text).ids) == text.replace("\u2581", " "), (
@@ -157,9 +156,9 @@ def test_smollm2(cache: Path) -> None:
     pieces, merges = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "merges"))
     ranks = {"".join(merge.split(" ")): rank for rank, merge in enumerate(merges)}
     assert len(ranks) == len(merges), "a pair for each token: the token's rank is the pair's"
-    start = time.monotonic()
+    start = time.process_time()
     folder = model_folder(file)
-    assert time.monotonic() - start < 4 * SECONDS  # with 135 million weights
+    assert time.process_time() - start < 2 * SECONDS  # with 135 million weights
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert [tokenizer.id_to_token(i) for i in range(len(pieces))] == pieces
     vendor = Tokenizer.from_str(json.dumps(_gpt2_json(pieces, merges)))
@@ -210,10 +209,10 @@ def test_a_vocabulary_like_that_of_gemma(count: int, cache: Path) -> None:
     own = SentencePieceProcessor(model_proto=proto.SerializeToString())
     scalars = {"bos_token_id": 2, "eos_token_id": 1, "unknown_token_id": 3, "add_space_prefix": False}
     vocabulary = Vocabulary("llama", pieces, types, scores=scores, scalars=scalars)
-    start = time.monotonic()
+    start = time.process_time()
     tokenizer = tokenizer_of(vocabulary, cache, checkpoints.gemma3)
-    print(f"{len(pieces):,} tokens: {time.monotonic() - start:.1f} s")
-    assert time.monotonic() - start < 2 * SECONDS
+    print(f"{len(pieces):,} tokens: {time.process_time() - start:.1f} s")
+    assert time.process_time() - start < SECONDS
     # Where a text spells blanks as the vocabulary does, sentencepiece takes them for blanks.
     check(tokenizer, own.encode, [text.replace("\u2581", "") for text in TEXTS])
     assert tokenizer.decode(tokenizer.encode("<think>\n\n  Oslo").ids) == "<think>\n\n  Oslo"
