@@ -85,7 +85,7 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "texts": (whole([field("a", ARRAY, array(TEXT, 2**61))]), "2,305,843,009,213,693,952 texts in a, and"),
     "texts that overlap the end": (
         whole([field("a", ARRAY, array(TEXT, 20, b"\xff" * 200))]),
-        "text 0 of a ends at 18,446,744,073,709,551,676, bey",
+        "text 0 of a ends at 18,446,744,073,709,551,6.., beyond",
     ),
     "numbers": (whole([field("a", ARRAY, array(F32, 2**62))]), "4,611,686,018,427,387,904 values in a"),
     "bools": (whole([field("a", ARRAY, array(BOOL, 10**4))]), "10,000 values in a, and"),

@@ -382,6 +382,12 @@ def test_what_is_refused(vocabulary: Vocabulary, message: str | None, cache: Pat
         converted(vocabulary, cache)
 
 
+def test_more_tokens_than_embeddings(cache: Path) -> None:
+    made = checkpoints.llama(num_hidden_layers=1, vocab_size=100)
+    with pytest.raises(ModelError, match="it has 101 tokens, and embeddings of 100"):
+        model_folder(write_gguf(made, cache / "model.gguf", vocabulary=small_llama()))
+
+
 def test_a_vocabulary_that_merges_otherwise_is_refused(cache: Path) -> None:
     """An unused piece takes letters from others: sentencepiece takes it apart again, merges alone cannot."""
     given = with_piece("eH", kind=UNUSED, score=1.0)
