@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,14 @@ def write_gguf(
     fields: dict[str, Any] | None = None,
     extra: dict[str, np.ndarray] | None = None,
     without: str | None = None,
-    pre: str | None = "gpt-2",
+    pre: str | None = "llama",
     adds_bos: bool | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> Path:
     """Write a transformers model. Matrices are `stored_as`, all else is in float32.
 
-    `fields` are more of the architecture's, `extra` more tensors; the tensor `without` is left out. `pre`: how
-    a byte-level tokenizer splits texts, if the file says it.
+    `fields` are more of the architecture's, `extra` more tensors; the tensor `without` is left out. The tokenizer
+    is the `vocabulary`, or a small one that splits texts by `pre`.
     """
     config = model.config
     number = ARCHITECTURES[config.model_type]
@@ -58,11 +60,11 @@ def write_gguf(
         "rope.freq_base": float(ropes.get("full_attention", ropes)["rope_theta"]),
         **(fields or {}),
     }
-    for field, value in known.items():
+    for name, value in known.items():
         add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
         add = writer.add_array if isinstance(value, list) else writer.add_string if isinstance(value, str) else add
-        add(f"{arch}.{field}" if "." not in field or field.split(".")[0] in _OF_ARCH else field, value)
-    _add_tokenizer(writer, config.vocab_size, "llama" if arch in ("phi3", "gemma2", "gemma3") else pre)
+        add(f"{arch}.{name}" if "." not in name or name.split(".")[0] in _OF_ARCH else name, value)
+    (vocabulary or small_vocabulary(config.vocab_size, pre)).add_to(writer)
     if adds_bos is not None:
         writer.add_add_bos_token(adds_bos)
 
@@ -107,29 +109,65 @@ def _add_tensor(writer: Any, name: str, value: np.ndarray, stored_as: gguf.GGMLQ
 
 
 _OF_ARCH = ("attention", "rope")
+BYTE_LEVEL_SIZE = 320  # rows that a model needs for a tokenizer with all bytes
 MERGED = {"He": "H e", "(He": "( He", "37": "3 7", "371": "37 1"}
+MARKERS = ["<unk>", "<s>", "</s>", "<|im_end|>"]
 
 
-def _add_tokenizer(writer: Any, size: int, pre: str | None) -> None:
-    special, letters = (
-        ["<unk>", "<s>", "</s>", "<|im_end|>"],
-        [*map(chr, range(33, 125)), "\u0120"],
-    )  # a blank, of bytes
-    tokens = [*special, *MERGED, *letters, *(f"<extra_{n}>" for n in range(size))][:size]
+@dataclass(frozen=True)
+class Vocabulary:
+    """What `tokenizer.ggml.*` says, its scalars by their names there. `types` are gguf.TokenType's."""
+
+    kind: str
+    pieces: list[str]
+    types: list[int]
+    scores: list[float] | None = None
+    merges: list[str] | None = None
+    scalars: dict[str, bool | int | str] = field(default_factory=dict)
+    templates: dict[str, str] = field(default_factory=dict)
+
+    def add_to(self, writer: Any) -> None:
+        writer.add_tokenizer_model(self.kind)
+        writer.add_token_list(self.pieces)
+        writer.add_token_types(self.types)
+        if self.scores is not None:
+            writer.add_token_scores(self.scores)
+        if self.merges is not None:
+            writer.add_token_merges(self.merges)
+        for name, value in self.scalars.items():
+            add = writer.add_bool if isinstance(value, bool) else writer.add_uint32
+            (writer.add_string if isinstance(value, str) else add)(f"tokenizer.ggml.{name}", value)
+        if self.templates:
+            writer.add_chat_template([{"name": name, "template": each} for name, each in self.templates.items()])
+
+
+def small_vocabulary(size: int, pre: str | None) -> Vocabulary:
+    """Of `size` tokens at most, split by `pre`; "llama" is one of sentencepiece's."""
+    is_llama = pre == "llama"
+    letters = [*map(chr, range(33, 125)), "\u2581"] if is_llama else [*bytes_to_unicode().values()]
+    pieces = [*MARKERS, *MERGED, *letters, *(f"<extra_{n}>" for n in range(size))][:size]
     control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
-    writer.add_tokenizer_model("llama" if pre == "llama" else "gpt2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([control if token in special else normal for token in tokens])
-    if pre == "llama":  # sentencepiece's
-        writer.add_token_scores([-float(number) for number in range(size)])
-    else:
-        if pre is not None:
-            writer.add_tokenizer_pre(pre)
-        writer.add_token_merges(list(MERGED.values()))
-    writer.add_unk_token_id(0)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_pad_token_id(2)
+    return Vocabulary(
+        "llama" if is_llama else "gpt2",
+        pieces,
+        [control if piece in MARKERS else normal for piece in pieces],
+        scores=[-float(number) for number in range(size)] if is_llama else None,
+        merges=None if is_llama else list(MERGED.values()),
+        scalars={
+            **({} if is_llama or pre is None else {"pre": pre}),
+            "unknown_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "padding_token_id": 2,
+        },
+    )
+
+
+def bytes_to_unicode() -> dict[int, str]:
+    """How byte-level vocabularies spell bytes."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {byte: chr(byte) for byte in plain} | {byte: chr(256 + place) for place, byte in enumerate(others)}
 
 
 def rounded(model: Any, stored_as: gguf.GGMLQuantizationType = F32) -> Any:
