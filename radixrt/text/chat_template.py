@@ -270,17 +270,16 @@ _ORDER = ("message", "call", "tool")
 
 
 def _told_lost(kind: str, place: int, *more: int, chat: Chat) -> str:
-    """That the template has left something out."""
+    """What the template has left out."""
+    who = "which the chat template of this checkpoint leaves out"
     if kind == "tool":
-        return f"the chat has 'tools', of which the chat template of this checkpoint leaves out number {place}"
-    which, role = f"chat message {place}", chat.messages[place]["role"]
+        return f"the chat has a tool {place}, {who} of these messages"
+    which, message = f"chat message {place}", chat.messages[place]
     if kind == "call":
-        return f"{which} has a tool call {more[0]} that the chat template of this checkpoint leaves out"
-    has = "has calls, beside which" if chat.messages[place].get("tool_calls") else f"has the role {role!r}, and"
-    return (
-        f"{which} {has} the chat template of this checkpoint leaves its content out: the model would not see it; "
-        "put it into another message, or leave it out"
-    )
+        return f"{which} has a tool call {more[0]}, {who}"
+    if message.get("tool_calls"):
+        return f"{which} has a content beside its calls, {who}: give it a message of its own, or leave it out"
+    return f"{which} has the role {message['role']!r}, {who}: give it another role, or leave it out"
 
 
 def _up_to_mark(text: str) -> str:

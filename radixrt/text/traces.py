@@ -26,6 +26,8 @@ Render = Callable[[dict[str, Any]], "str | None"]  # variables -> text, None whe
 _THOUGHTS = r"(?:[a-z]+:)?think(?:ing)?|thought|reasoning"
 _THOUGHTS_END = re.compile(rf"</(?:{_THOUGHTS})>|\[/THINK\]")
 _THOUGHTS_BEGIN = re.compile(rf"<(?:{_THOUGHTS})>|\[THINK\]")
+_STEM = f"_{secrets.randbelow(10**16):016}"  # of marks, after which come their numbers
+_MARK = re.compile(rf"{_STEM}(\d+)_")
 _NOTHING_SAID = ("{}", "null", "")  # arguments of which nothing can be lost
 
 
@@ -46,35 +48,34 @@ def told(message: dict[str, Any]) -> tuple[int, int]:
 
 def lost(variables: dict[str, Any], text: str, render: Render) -> list[Part]:
     """The parts of a chat that are not in its `text`; `render` makes others of the same template."""
-    stem = f"_{secrets.randbelow(10**16):016}"
-    missing, _ = _missing(variables, None, render, stem)
+    missing, _ = _missing(variables, None, render)
     if not missing:
         return []
-    missing, marked = _missing(variables, missing, render, stem)
-    if not missing or (marked is not None and re.sub(rf"{stem}\d+_", "", marked) == text):
+    missing, marked = _missing(variables, missing, render)
+    if not missing or (marked is not None and _MARK.sub("", marked) == text):
         return missing
     search = _Search(text)
     return [part for part in missing if not search.finds(variables, part, failed=marked is None)]
 
 
 def _missing(
-    variables: dict[str, Any], only: Collection[Part] | None, render: Render, stem: str
+    variables: dict[str, Any], only: Collection[Part] | None, render: Render
 ) -> tuple[list[Part], str | None]:
     """The parts, of all or of some `only`, without a trace in the text of the marked chat, and that text."""
-    marks = _Marks(stem, only)
+    marks = _Marks(only)
     text = render(marks.marked(variables))
     if text is None:
         return list(dict.fromkeys(marks.parts)), None
-    found = set(map(int, re.findall(rf"{stem}(\d+)_", text)))
+    found = set(map(int, _MARK.findall(text)))
     return list(dict.fromkeys(part for i, part in enumerate(marks.parts) if i not in found)), text
 
 
 class _Marks:
     """Numbered marks, and the part of each."""
 
-    def __init__(self, stem: str, only: Collection[Part] | None) -> None:
+    def __init__(self, only: Collection[Part] | None) -> None:
         self.parts: list[Part] = []
-        self._stem, self._only = stem, only
+        self._only = only
 
     def marked(self, variables: dict[str, Any]) -> dict[str, Any]:
         """A copy whose parts have marks."""
@@ -85,7 +86,7 @@ class _Marks:
 
     def _new(self, part: Part) -> str:
         self.parts.append(part)
-        return f"{self._stem}{len(self.parts) - 1}_"
+        return f"{_STEM}{len(self.parts) - 1}_"
 
     def _wants(self, part: Part) -> bool:
         return self._only is None or part in self._only
