@@ -60,7 +60,8 @@ class Chat:
         effort = given.get("reasoning_effort")
         if effort is not None and (not isinstance(effort, str) or len(effort) > _LONGEST_EFFORT):
             raise TokenizerError(
-                f"reasoning_effort is {short(repr(effort))}; it must be a string of at most {_LONGEST_EFFORT} characters"
+                f"reasoning_effort is {short(repr(effort))}; it must be a string of at most {_LONGEST_EFFORT} "
+                "characters"
             )
         return cls(
             messages,
@@ -83,8 +84,8 @@ def checked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
     Each is a dict of a role and a content: a string, or a list of {"type": "text", "text"}, which are joined. The
     assistant's may have `tool_calls`, then without a content if there is none: arguments become objects where they
-    are JSON as a string, and stay what they are otherwise. Other fields are kept for templates that use them, such as
-    `name`; those that would tell the model more, such as `audio`, are refused unless they are empty.
+    are JSON as a string, and stay what they are otherwise. Other fields are kept for templates that use them, such
+    as `name`; those that would tell the model more, such as `audio`, are refused unless they are empty.
     """
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
         raise TokenizerError(f"a chat is a list of messages, not {type(messages).__name__}")
@@ -110,7 +111,8 @@ def _checked_message(which: str, message: object) -> dict[str, Any]:
     if calls and not is_answer:
         raise TokenizerError(f"{which} has 'tool_calls'; with the role {role!r} it may have none")
     if unknown := [key for key in _NOT_TAKEN if given.get(key)]:
-        raise TokenizerError(f"{which} has {', '.join(map(repr, unknown))}, which cannot be honoured; leave it out")
+        named = ", ".join(map(repr, unknown))
+        raise TokenizerError(f"{which} has {named}, which cannot be honoured; leave it out")
     checked: dict[str, Any] = {"role": role}
     if content is not None or not calls:
         content = _joined(which, content)

@@ -77,8 +77,8 @@ class ChatTemplate:
     def render(
         self, chats: Sequence[Chat], template_kwargs: Mapping[str, Any], *, add_generation_prompt: bool
     ) -> list[str | TokenizerError]:
-        """The text of each chat, or the error of one that the template takes not, of which it leaves something out,
-        or that passes a limit.
+        """The text of each chat, or the error of one that the template takes not, of which it leaves something
+        out, or that passes a limit.
 
         `template_kwargs` are for chats that do not give them.
         """
@@ -117,14 +117,16 @@ class ChatTemplate:
         if any(message.get("tool_calls") for message in chat.messages):
             self.check_uses(["tool_calls"], "the chat has", with_tools=with_tools)
         self.check_uses(template_kwargs, "chat_template_kwargs have", with_tools=with_tools)
+        effort: dict[str, str] = {}
         if chat.reasoning_effort is not None and self.uses("reasoning_effort", with_tools=with_tools):
-            template_kwargs = {"reasoning_effort": chat.reasoning_effort, **template_kwargs}
+            effort = {"reasoning_effort": chat.reasoning_effort}
         variables = {
             "messages": [*self._messages(chat, with_tools)],
             "tools": chat.tools or None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt and not chat.is_continued,
             **self._special_tokens,
+            **effort,
             **template_kwargs,
         }
         return {"template": "with_tools" if with_tools else "plain", "variables": variables}
@@ -206,8 +208,8 @@ class ChatTemplate:
 
 
 def _with_thinking(message: Message) -> Message:
-    """A message with its thoughts where gpt-oss's template looks for them. Beside a call it takes thoughts alone, and
-    leaves them out once an answer has come: there a content is one, and goes before others.
+    """A message with its thoughts where gpt-oss's template looks for them. Beside a call it takes thoughts alone,
+    and leaves them out once an answer has come: there a content is one, and goes before others.
     """
     thoughts = message.get("reasoning_content")
     if message.get("tool_calls") and message.get("content"):

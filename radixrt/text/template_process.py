@@ -1,9 +1,9 @@
 """The process that renders chat templates: a template is a program, and only a process can be held to limits.
 
-It is run as a file, and imports nothing but jinja2 and two files beside it. Its arguments are the paths of modules,
-and the limits; its standard input is lines of JSON: first the templates by name, then lists of {"template": name,
-"variables": {...}}. Each list is answered by a line, a list of {"text", "lost"} or {"error", "cause"}; what is lost
-are parts of the chat that the text does not have, see `traces`.
+It is run as a file, and imports nothing but jinja2 and two files beside it. Its arguments are the paths of
+modules, and the limits; its standard input is lines of JSON: first the templates by name, then lists of
+{"template": name, "variables": {...}}. Each list is answered by a line, a list of {"text", "lost"} or {"error",
+"cause"}; what is lost are parts of the chat that the text does not have, see `traces`.
 
 CPU time is the kernel's to limit: a render that takes too much ends the process, by SIGPROF.
 """

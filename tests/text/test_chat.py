@@ -134,7 +134,7 @@ BAD = [
     ([USER, USER, {"text": "x"}], "chat message 2 has no 'role' and no 'content'"),
     ([{**USER, "name": 1}], "chat message 0 has a name of type int; it must be a string"),
     ([USER, {**USER, "more": {1}}], "chat message 1 has a field 'more' that cannot be written as JSON: .*set"),
-    ([{**USER, "audio": {"id": "a"}, "images": ["b"]}], "chat message 0 has 'audio', 'images', which cannot be hon"),
+    ([{**USER, "audio": {"id": "a"}, "images": ["b"]}], "chat message 0 has 'audio', 'images', which cannot"),
     ([{**USER, "function_call": {"name": "f"}}], "chat message 0 has 'function_call', which cannot be honoured"),
     ([{"role": "assistant", "content": "a", "prefix": True}], "chat message 0 has 'prefix', which cannot be hono"),
     ([{**USER, "content": None}], "chat message 0 has a content of type NoneType; it must be a string"),

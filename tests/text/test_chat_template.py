@@ -44,13 +44,12 @@ SHOWN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 # Each uses what templates of known models use.
 TEMPLATES: dict[str, str] = {
     "chatml": CHATML,
-    "blanks": "{%- for m in messages %}\n    {{- m.role }}:\n {{ m.content }} {% if loop.last %}\n  last\n  {% endif %}\n"
-    "{% endfor %}\n\n",
+    "blanks": "{%- for m in messages %}\n    {{- m.role }}:\n {{ m.content }} {% if loop.last %}\n  last\n"
+    "  {% endif %}\n{% endfor %}\n\n",
     "special tokens": "{{ bos_token }}{% for m in messages %}{{ m['content'] | trim + eos_token }}{% endfor %}",
     "namespace": "{% set ns = namespace(n=0, seen=[]) %}{% for m in messages[::-1] %}"
     "{% set ns.n = ns.n + loop.index %}"
-    "{% set ns.seen = ns.seen + [m.role] %}{% endfor %}{{ ns.n }}{{ ns.seen | join(', ') }}{{ ns.seen }}"
-    + SHOWN,
+    "{% set ns.seen = ns.seen + [m.role] %}{% endfor %}{{ ns.n }}{{ ns.seen | join(', ') }}{{ ns.seen }}" + SHOWN,
     "loop controls": "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}"
     "{{ m.content }}{% break %}{% endfor %}" + SHOWN,
     "macro": "{% macro put(m, sep='|') -%} [{{ m.role }}{{ sep }}{{ caller() if caller }}] {%- endmacro %}"
@@ -196,7 +195,7 @@ def test_the_last_message_goes_on(tmp_path: Path, template: str, ending: str) ->
 def test_a_message_that_the_template_drops_cannot_go_on(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(tmp_path, "{{ messages[0].content }}")
     messages = [*CHAT, {"role": "assistant", "content": "It is"}]
-    with pytest.raises(TokenizerError, match="chat message 1 has the role 'user', which the chat template .* leaves o"):
+    with pytest.raises(TokenizerError, match=r"chat message 1 has the role 'user', which .* leaves out"):
         tokenizer.chat_text({"messages": messages, "continue_final_message": True})
 
 
@@ -239,7 +238,9 @@ def low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("low_limits")
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_without_end(tmp_path: Path, name: str) -> None:
-    tokenizer = chat_tokenizer(tmp_path, "{% if messages[0].role == 'user' %}" + ENDLESS[name] + "{% endif %}done" + SHOWN)
+    tokenizer = chat_tokenizer(
+        tmp_path, "{% if messages[0].role == 'user' %}" + ENDLESS[name] + "{% endif %}done" + SHOWN
+    )
     with pytest.raises(TokenizerError, match="the chat template takes more than 10 seconds for these messages"):
         tokenizer.chat_text(CHAT[1:])
     assert tokenizer.chat_text(CHAT).startswith("done"), "other messages are taken as ever"
@@ -263,7 +264,9 @@ def test_the_limit_of_time_holds_where_its_signal_is_ignored(tmp_path: Path) -> 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits memory")
 @pytest.mark.parametrize("name", LARGE)
 def test_a_template_that_takes_all_memory(tmp_path: Path, name: str) -> None:
-    tokenizer = chat_tokenizer(tmp_path, "{% if messages[0].role == 'user' %}" + LARGE[name] + "{% endif %}done" + SHOWN)
+    tokenizer = chat_tokenizer(
+        tmp_path, "{% if messages[0].role == 'user' %}" + LARGE[name] + "{% endif %}done" + SHOWN
+    )
     limits = "needs more than 1 GiB of memory for these|writes more than|takes more than 10 sec"
     with pytest.raises(TokenizerError, match=f"the chat template ({limits})"):
         tokenizer.chat_text(CHAT[1:])
@@ -285,7 +288,9 @@ def test_a_macro_that_calls_itself_for_ever(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("low_limits")
 def test_one_of_many_without_end(tmp_path: Path) -> None:
     """The others are rendered, and after three in a row nobody waits for a fourth."""
-    tokenizer = chat_tokenizer(tmp_path, "{% if messages[0].content == 'x' %}" + SILENT + "{% endif %}done" + SHOWN)
+    tokenizer = chat_tokenizer(
+        tmp_path, "{% if messages[0].content == 'x' %}" + SILENT + "{% endif %}done" + SHOWN
+    )
     chats = [Chat.of([{"role": "user", "content": text}]) for text in "axbxxxxx"]
     texts = [str(text) for text in tokenizer.chat_texts(chats)]
     endless, refused = "takes more than 10 seconds for", "3 times in a row: it is not run again"
