@@ -19,7 +19,7 @@ from radixrt.errors import ParameterError, PromptError
 from radixrt.frontend.sampling_aliases import known_parameters, with_nearest
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, StreamChunk, TokenLogprob, Usage
 from radixrt.sampling_params import MAX_LOGPROBS
-from radixrt.text.chat import MORE_OF_ROLE, Chat
+from radixrt.text.chat import Chat
 from radixrt.text.token_spelling import TokenSpelling
 
 CHAT = "/v1/chat/completions"
@@ -49,14 +49,15 @@ _ONLY: dict[str, tuple[object, ...]] = dict.fromkeys(_UNSUPPORTED, ()) | {
     "tool_choice": ("none", "auto"),
     "tools": ([],),
 }
-_MESSAGE = ("role", "content")
 _OF_CHATS = (
     "tools",
+    "reasoning_effort",
     "chat_template_kwargs",
     "continue_final_message",
 )  # for the template; the last two are vLLM's
 _PROMPTS = "add_generation_prompt"  # vLLM's, too
 _LENGTHS = ("max_tokens", "max_completion_tokens")
+_LENGTH = "max_new_tokens"  # of SamplingParams
 _SAMPLING = known_parameters().keys() - _ONLY.keys() - {*_LENGTHS, "logprobs"}  # taken as they are
 _KNOWN = {
     CHAT: {
@@ -82,8 +83,10 @@ def asked_model(given: dict[str, Any], unnamed: str = UNNAMED_MODEL) -> str:
     return check_kind("model", given.get("model", unnamed), str, "a string")
 
 
-def sampling_values(url: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of a body, `given` without what is null, as of SamplingParams. Raises ParameterError."""
+def sampling_values(url: str, given: dict[str, Any], chat_max_tokens: int | None = None) -> dict[str, Any]:
+    """The parameters of a body, `given` without what is null, as of SamplingParams. A chat that gives no maximum
+    has `chat_max_tokens`, if there is such a default. Raises ParameterError.
+    """
     if not given.keys() <= _KNOWN[url]:
         unknown = [name for name in given if name not in _KNOWN[url]][:5]
         told = ", ".join(with_nearest(short(name), _KNOWN[url]) for name in unknown)
@@ -99,6 +102,8 @@ def sampling_values(url: str, given: dict[str, Any]) -> dict[str, Any]:
         values["max_tokens"] = lengths[0]
         if lengths[0] != lengths[-1]:
             raise ParameterError(f"{' and '.join(_LENGTHS)} are the same parameter; give one of them")
+    elif url == CHAT and chat_max_tokens is not None and _LENGTH not in values:
+        values[_LENGTH] = chat_max_tokens
     logprobs = given.get("logprobs", False)
     if url == CHAT:
         if not isinstance(logprobs, bool):
@@ -128,8 +133,7 @@ def asked_prompt(url: str, given: dict[str, Any]) -> str | list[int] | Chat:
             raise PromptError(
                 f"{_PROMPTS} is {as_json(prompts)}; it must be {as_json(not is_continued)} here, or left out"
             )
-        checked = [_message(f"messages[{place}]", one) for place, one in enumerate(messages)]
-        chat = Chat.of({"messages": checked, **{name: given[name] for name in _OF_CHATS if name in given}})
+        chat = Chat.of({"messages": messages, **{name: given[name] for name in _OF_CHATS if name in given}})
         return replace(chat, tools=[]) if given.get("tool_choice") == "none" else chat  # the model is to see none
     prompt = given.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
@@ -137,29 +141,6 @@ def asked_prompt(url: str, given: dict[str, Any]) -> str | list[int] | Chat:
             raise PromptError(f"prompt holds {len(prompt)} prompts; give each a line of its own")
         prompt = prompt[0]
     return check_prompt("prompt", prompt)
-
-
-def _message(which: str, given: Any) -> dict[str, Any]:
-    message = check_kind(which, given, dict, "an object")
-    role, content = check_kind(f"{which}.role", message.get("role"), str, "a string"), message.get("content")
-    # The message of an earlier answer may have fields that are not of its role, as long as they are empty.
-    more = {key: value for key, value in message.items() if key not in _MESSAGE and value not in (None, [])}
-    if unknown := [key for key in more if key not in MORE_OF_ROLE.get(role, ())]:
-        raise PromptError(f"{which} has {_listed(unknown)}, which cannot be honoured; give a role and a content")
-    if isinstance(content, list):
-        content = "".join(_part(f"{which}.content[{place}]", part) for place, part in enumerate(content))
-    if content is not None or "tool_calls" not in more:
-        content = check_kind(f"{which}.content", content, str, "a string or a list of text parts")
-    return {"role": role, "content": content, **more}
-
-
-def _part(which: str, given: Any) -> str:
-    part = check_kind(which, given, dict, "an object")
-    if part.get("type") != "text":
-        raise PromptError(f"{which} is of type {as_json(part.get('type'))}; text alone is taken")
-    if more := [name for name in part if name not in ("type", "text") and part[name] is not None]:
-        raise PromptError(f"{which} has {_listed(more)}, which cannot be honoured")
-    return check_kind(f"{which}.text", part.get("text"), str, "a string")
 
 
 def answer_body(
@@ -340,10 +321,6 @@ def _alternatives(token: TokenLogprob, spelling: TokenSpelling) -> dict[str, flo
     for token_id, logprob in (*token.top, (token.token_id, token.logprob)):
         texts.setdefault(spelling.of(token_id).text, max(logprob, _LOWEST_LOGPROB))
     return texts
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(short(repr(name)) for name in names[:5])
 
 
 def as_json(value: object) -> str:

@@ -9,14 +9,13 @@ import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from radixrt.checks import check_kind, short
+from radixrt.checks import check_kind
 from radixrt.errors import ParameterError, PromptError
 from radixrt.frontend.openai import as_json
 from radixrt.parsers.source import Kind, Part, Tools
 
 AUTO, NONE, REQUIRED = "auto", "none", "required"
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-_OF_FUNCTIONS = ("name", "description", "parameters", "strict")
 _MOST = 1024  # functions of one body
 
 
@@ -40,15 +39,11 @@ def asked_tools(given: Mapping[str, Any]) -> Tools | None:
 
 def _function(which: str, given: object) -> tuple[str, Mapping[str, Any]]:
     tool = check_kind(which, given, dict, "an object")
-    if tool.get("type") != "function" or tool.keys() - {"type", "function"}:
+    if tool.get("type") != "function":
         raise PromptError(
             f'{which} must be {{"type": "function", "function": {{...}}}}; other tools are not taken'
         )
     function = check_kind(f"{which}.function", tool.get("function"), dict, "an object")
-    if unknown := [key for key in function if key not in _OF_FUNCTIONS]:
-        raise PromptError(
-            f"{which}.function has {short(repr(unknown[0]))}; it may have {', '.join(_OF_FUNCTIONS)}"
-        )
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise PromptError(
