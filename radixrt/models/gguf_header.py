@@ -5,6 +5,7 @@ The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 MAX_FIELDS, MAX_TENSORS, MAX_TEXTS, MAX_DIMENSIONS = 2**14, 2**18, 2**22, 4
 _VERSIONS = (2, 3)
 # Types of values: numbers by their dtype, bools as bytes.
-_NUMBERS = {
+_NUMBERS: dict[int, np.dtype[Any]] = {
     0: np.dtype("u1"),
     1: np.dtype("i1"),
     2: np.dtype("<u2"),
@@ -37,6 +38,7 @@ _NUMBERS = {
 _BOOL, _TEXT, _ARRAY = 7, 8, 9
 # The fewest bytes that a field, a tensor's entry and a text take.
 _FIELD_BYTES, _TENSOR_BYTES, _TEXT_BYTES = 13, 24, 8
+_LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,22 @@ class _Reading:
         except UnicodeDecodeError as error:
             raise ModelError(f"{what} is not UTF-8: {error}") from error
 
+    def texts(self, what: str, count: int) -> list[str]:
+        """As `text` does, in a tenth of the time: there may be a million."""
+        found: list[str] = []
+        place, data, size, unpack = self.place, self.data.data, len(self.data), _LENGTH.unpack_from
+        try:
+            for _ in range(count):
+                begin = place + _TEXT_BYTES
+                place = begin + unpack(data, place)[0]
+                if place > size:
+                    raise ModelError(f"text {len(found)} of {what} ends at {place:,}, beyond the end of the file")
+                found.append(str(data[begin:place], "utf-8"))
+        except (struct.error, UnicodeDecodeError) as error:
+            raise ModelError(f"text {len(found)} of {what} cannot be read: {error}") from error
+        self.place = place
+        return found
+
     def value(self, name: str, kind: int) -> Any:
         if kind == _TEXT:
             return self.text(name)
@@ -142,7 +160,7 @@ class _Reading:
             raise ModelError(f"{name} is of the type {kind}, which is none of GGUF's")
         kind = int(self.number(4, name))
         if kind == _TEXT:
-            return [self.text(name) for _ in range(self.count(f"texts in {name}", _TEXT_BYTES, MAX_TEXTS))]
+            return self.texts(name, self.count(f"texts in {name}", _TEXT_BYTES, MAX_TEXTS))
         if kind not in _NUMBERS:
             raise ModelError(f"{name} is a list of the type {kind}; lists hold numbers, bools or texts")
         dtype = _NUMBERS[kind]

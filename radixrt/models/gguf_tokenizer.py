@@ -114,13 +114,13 @@ class Vocabulary:
         """Of texts and of turns, sorted."""
         named = {header.id(f"tokenizer.ggml.{name}_token_id", len(self.pieces)) for name in ("eot", "eom")}
         ends = {number for number, piece in enumerate(self.pieces) if piece in ENDS}
-        return sorted((ends | named | {self.eos}) - {None})
+        return sorted(ends | _known(*named, self.eos))
 
     @cached_property
     def special(self) -> set[int]:
         """Ids of tokens that are markers and no text."""
-        named = {self.eos, self.bos if self.adds_bos else None, self.unknown if self.is_llama else None}
-        return {*np.flatnonzero(np.isin(self.types, (UNKNOWN, CONTROL))).tolist()} | (named - {None})
+        named = _known(self.eos, self.bos if self.adds_bos else None, self.unknown if self.is_llama else None)
+        return named.union(np.flatnonzero(np.isin(self.types, (UNKNOWN, CONTROL))).tolist())
 
     @property
     def is_llama(self) -> bool:
@@ -145,6 +145,10 @@ class Vocabulary:
         others = {UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE}
         types = self.types.tolist()
         return {piece: i for piece, i in self.ids.items() if types[i] not in others and i not in self.special}
+
+
+def _known(*ids: int | None) -> set[int]:
+    return {each for each in ids if each is not None}
 
 
 _LLAMA_IDS = {"bos": 1, "eos": 2, "unknown": 0}
@@ -221,7 +225,8 @@ def _sentencepiece(vocabulary: Vocabulary, header: Header) -> Tokenizer:
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_BLANK), spelled]) if prefix else spelled
     steps = [decoders.Replace(_BLANK, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
-    texts = [*PROBE, *(piece.replace(_BLANK, " ") for piece in vocabulary.normal())]
+    # What has a NUL sentencepiece takes apart, and llama.cpp does not.
+    texts = [*PROBE, *(piece.replace(_BLANK, " ") for piece in vocabulary.normal() if "\0" not in piece)]
     _check_same(tokenizer, texts, _processor(vocabulary, scores, prefix, has_bytes).encode(texts))
     if has_bytes:
         _check_round_trip(tokenizer, PROBE)
@@ -245,10 +250,9 @@ def _merges_by_score(normal: dict[str, int], scores: NDArray[Any]) -> list[tuple
 
 def _processor(vocabulary: Vocabulary, scores: NDArray[Any], prefix: bool, has_bytes: bool) -> Any:
     """sentencepiece's own tokenizer of the vocabulary, for texts without added tokens. Raises ModelError."""
-    from sentencepiece import SentencePieceProcessor
-    from sentencepiece.sentencepiece_model_pb2 import ModelProto
+    from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
-    proto = ModelProto()
+    proto: Any = vars(sentencepiece_model_pb2)["ModelProto"]()  # made as that module is imported
     types = vocabulary.types.tolist()
     for number, (piece, score) in enumerate(zip(vocabulary.pieces, scores.tolist(), strict=True)):
         if number == vocabulary.unknown:
@@ -287,8 +291,8 @@ def _added_tokens(vocabulary: Vocabulary, header: Header) -> dict[int, AddedToke
 
 def _add_ends(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
     """Texts begin with BOS and end with EOS, as far as they are to."""
-    before = {"bos": vocabulary.bos} if vocabulary.adds_bos else {}
-    after = {"eos": vocabulary.eos} if vocabulary.adds_eos else {}
+    before = {"bos": vocabulary.bos} if vocabulary.bos is not None and vocabulary.adds_bos else {}
+    after = {"eos": vocabulary.eos} if vocabulary.eos is not None and vocabulary.adds_eos else {}
     if added := before | after:
         tokens = [{"id": name, "ids": [i], "tokens": [vocabulary.pieces[i]]} for name, i in added.items()]
         single = [*before, "$A", *after]

@@ -7,6 +7,7 @@ import importlib.util
 import json
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 
 import gguf
@@ -119,7 +120,7 @@ def by_ranks(expressions: Iterable[str], ranks: dict[bytes, int]) -> Callable[[s
             return (ranks[word],)
         parts = [bytes([byte]) for byte in word]
         while len(parts) > 1:
-            pairs = [ranks.get(a + b, len(ranks) * 2) for a, b in zip(parts, parts[1:], strict=False)]
+            pairs = [ranks.get(a + b, len(ranks) * 2) for a, b in pairwise(parts)]
             best = min(pairs)
             if best == len(ranks) * 2:
                 break
