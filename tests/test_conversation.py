@@ -471,6 +471,6 @@ def test_a_text_far_too_long_is_not_encoded(
     monkeypatch.setattr(Tokenizer, "encode_batch", encode_batch)
     monkeypatch.setattr(Tokenizer, "chat_text", lambda *_: pytest.fail("it is rendered"))
     for turn in (talk.say, talk.stream):
-        with pytest.raises(PromptError, match=r"the prompt has 300,0\d\d characters .* context of 50 takes"):
+        with pytest.raises(PromptError, match=r"the prompt has 300,0\d\d characters .* length is 50 tokens"):
             list(turn("ab " * 10**5))
     assert max(longest) < 2000

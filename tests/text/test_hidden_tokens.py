@@ -84,8 +84,9 @@ def test_a_pattern_does_not_see_them() -> None:
 )
 @example(ids=ids_of("a", "<e>", "b", "<e>", "\n"), stop=("b<e>\n", "a\n"), include=False)
 def test_against_the_definition(ids: list[int], stop: tuple[str, ...], include: bool) -> None:
-    """Token by token: the text, or what it is with the tokens that stops name, ends with a stop."""
+    """Token by token: the text ends with a stop; or, with the tokens that stops name, with one of these stops."""
     named = {i: text for i, text in SPECIAL.items() if any(text in one for one in stop)}
+    naming = tuple(one for one in stop if any(text in one for text in named.values()))
     shown, whole, expected = "", "", None
     for taken, token_id in enumerate(ids, 1):
         own = PIECES[token_id]
@@ -94,8 +95,8 @@ def test_against_the_definition(ids: list[int], stop: tuple[str, ...], include: 
         whole += own if token_id not in SPECIAL or token_id in named else ""
         found = [
             (end - at, text[:first], text[first:end])
-            for text, at in ((shown, before[0]), (whole, before[1]))
-            if (hit := first_stop(text, stop)) is not None
+            for text, at, stops in ((shown, before[0], stop), (whole, before[1], naming))
+            if (hit := first_stop(text, stops)) is not None
             for first, end in [hit]
             if end > at
         ]
