@@ -76,7 +76,7 @@ def measure(kind: str, num_streams: int, *, tokens: int, seconds: float = 0.02) 
     """Run streams at once, as "tasks" of an event loop or in "threads"."""
     runner = SlowRunner(token=ord("x"), seconds=seconds)
     limits = RunLimits(num_streams * (PROMPT_LEN + tokens + 2), num_streams)
-    parts = simulated_parts(runner, limits, PROMPT_LEN + tokens, vocab_size=256, tokenizer=Tokenizer(Letters()))
+    parts = simulated_parts(runner, limits, PROMPT_LEN + tokens, vocab_size=256, tokenizer=letters())
     figures = Figures(kind)
     params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
     tokens_of = np.random.default_rng(0).integers(0, 256, (num_streams, PROMPT_LEN))
@@ -129,6 +129,11 @@ class Letters:
 
     def definition(self) -> bytes:
         return b"bytes"
+
+
+def letters() -> Tokenizer:
+    """A tokenizer whose tokens are single bytes."""
+    return Tokenizer(Letters())
 
 
 async def _in_tasks(runtime: Runtime, prompts: list[list[int]], params: SamplingParams, figures: Figures) -> None:

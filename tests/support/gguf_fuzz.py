@@ -1,4 +1,5 @@
-"""Convert mutated GGUF files: `python -m tests.support.gguf_fuzz FOLDER SEED COUNT`, in 2 GB of address space.
+"""Convert mutated GGUF files: `python -m tests.support.gguf_fuzz FOLDER SEED COUNT`, in 2 GB of address space, or
+in 1 GB more than what torch for a GPU takes of it.
 
 FOLDER has the files that are mutated. Prints a JSON object: how many were converted, and the errors of the others
 with how often they came. Whatever else happens (a crash, a hang, another error, all memory) ends it, with the
@@ -60,7 +61,8 @@ def main(folder: Path, seed: int, count: int) -> None:
         sources = [path.read_bytes() for path in sorted(folder.glob("*.gguf"))]
         for path in sorted(folder.glob("*.gguf")):
             model_folder(path)  # all is imported
-        resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (limit := max(BYTES, mapped + BYTES // 2), limit))
         errors: Counter[str] = Counter()
         converted = 0
         file = Path(cache) / "mutated.gguf"
