@@ -29,6 +29,8 @@ _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w.-]+)?")
 _FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 _FETCHED = (*_FILES, "*token*.json", "chat_template*", "additional_chat_templates/*", "config.json")
 
+_LONGEST_CAUSE, _LONGEST_EXCERPT = 1000, 60  # characters
+
 _log = logging.getLogger(__name__)
 
 
@@ -240,11 +242,12 @@ def _fetched(name: str) -> Path:
 
 
 def _cause(error: Exception) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__
+    """On one line."""
+    return " ".join(str(error).split())[:_LONGEST_CAUSE] or type(error).__name__
 
 
-def _excerpt(text: str, most: int = 60) -> str:
-    return repr(text) if len(text) <= most else f"{text[:most]!r}..."
+def _excerpt(text: str) -> str:
+    return repr(text) if len(text) <= _LONGEST_EXCERPT else f"{text[:_LONGEST_EXCERPT]!r}..."
 
 
 def _read(folder: Path) -> Tokenizer:
