@@ -19,7 +19,7 @@ from tests.support.written_answers import PARAMETERS, SYNTAXES, Told, Written, w
 
 COUNT = 2500  # answers of a syntax; `make test-long` has a hundred times as many
 _TAGS = re.compile(
-    r"(?:\s|</?think>|</tool_call>|\}|, *\"name\": *\"[^\"]+\"|<\|\w+\|>|assistant|analysis|commentary|final|json|code"
+    r"(?:\s|</?think>|</tool_call>|\}|,\s*\"name\"\s*:\s*\"[^\"]+\"|<\|\w+\|>|assistant|(?:analysis|commentary|final)\w*|json"
     r"|<\||<\|\w+|<\|\w+\||<(?:/(?:t(?:o(?:o(?:l(?:_(?:c(?:a(?:l(?:l)?)?)?)?)?)?)?)?)?)?)*"
 )
 _HALF_ESCAPE = re.compile(r"(?:\\u?[0-9a-fA-F]{0,4}){1,2}$")
@@ -138,13 +138,14 @@ def _check_beginning(made: Written, told: Told, wholes: list[bool]) -> None:
         (name, value), (meant_name, meant_value) = told[-1], meant[len(told) - 1]
         assert name == meant_name
         assert _is_beginning(value, meant_value, made.text)
-        assert value == meant_value or not (calls and told[-1] is calls[-1] and wholes[-1])
+        # A text that is cut behind what looks like a tag ends there for all that is known.
+        assert value == meant_value or not wholes[-1] or made.text.endswith(("</function>", "</tool_call>"))
 
 
 def _is_beginning(value: Any, meant: Any, text: str) -> bool:
     if isinstance(value, str):
-        if meant is None or isinstance(meant, bool):
-            return any(one.startswith(value) for one in (str(meant), json.dumps(meant)))
+        if meant is None:
+            return any(one.startswith(value.removesuffix("<").strip()) for one in ("null", "None"))
         if not isinstance(meant, str):
             return False
         more = value[len(meant) :]
