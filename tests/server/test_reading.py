@@ -181,7 +181,11 @@ def test_calls_that_go_on(text: str, parser: str, tmp_path: Path) -> None:
         if not text[:cut].endswith(("\n", " ")):
             assert asked.reading is not None
             assert asked.reading.said == text[:cut]
-        choice = choice_of(asked, tokenizer, text[cut:], END) if cut % 5 == 0 else whole(asked, tokenizer, text[cut:], END)
+        choice = (
+            choice_of(asked, tokenizer, text[cut:], END)
+            if cut % 5 == 0
+            else whole(asked, tokenizer, text[cut:], END)
+        )
         assert choice["message"]["content"] in (None, "")
         if cut < text.index("3"):
             assert (calls_of(choice), choice["finish_reason"]) == ([json.loads(OSLO)], "tool_calls")
@@ -196,7 +200,9 @@ def test_calls_that_go_on_in_batches(tokenizer: Tokenizer) -> None:
     given = {"messages": messages, "continue_final_message": True}
     reading, _ = chats.reading({**given, "tools": TOOLS}, Chat.of(given), SamplingParams())
     assert reading is not None
-    message, has_called = chats.message(json.loads(json.dumps(reading)), CompletionOutput(0, HERMES[50:], (1,), *END))
+    message, has_called = chats.message(
+        json.loads(json.dumps(reading)), CompletionOutput(0, HERMES[50:], (1,), *END)
+    )
     assert (has_called, message["tool_calls"][0]["function"]["arguments"]) == (True, OSLO)
     del reading["said"]  # of a batch that an earlier version has begun
     assert chats.message(reading, CompletionOutput(0, "a", (1,), *END)) == (

@@ -298,7 +298,7 @@ def test_tokens_and_back(serving: Serving, runtime: Runtime) -> None:
 
 
 @pytest.mark.parametrize("url", [CHAT, COMPLETIONS])
-@pytest.mark.parametrize("text", ["a", '"\\', "\n\u2028", "\x0b\x0c\r\x1c\x1d\x1e\x85\u2029é", "\ud83d", "é😀", "\0"])
+@pytest.mark.parametrize("text", ["a", '"\\', "\n\u2028", "\x0b\x0c\r\x1c\x1d\x1e\x85\u2029é", "\ud83d", "é😀\0"])
 def test_events_that_differ_in_a_text_are_those_of_all_values(url: str, text: str) -> None:
     def value_of(text: str) -> dict[str, object]:
         return chunk_body(url, 2, text, id_digest="0", model="\0 text", created=7)
