@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 
-from radixrt.checks import refuse_constant
+from radixrt.checks import nests_deeper, refuse_constant
 from radixrt.frontend.tool_calls import Deltas, message_of
+from radixrt.parsers.json_value import MOST_DEEP
 from radixrt.parsers.reader import AnswerReader
 from radixrt.parsers.source import Kind, Part
 from tests.support.written_answers import PARAMETERS, SYNTAXES, Told, Written, written
 
 COUNT = 2500  # answers of a syntax; `make test-long` has a hundred times as many
 _TAGS = re.compile(
-    r"(?:\s|</?think>|</tool_call>|\}|,\s*\"name\"\s*:\s*\"[^\"]+\"|<\|\w+\|>|assistant|(?:analysis|commentary|final)\w*|json"
-    r"|<\||<\|\w+|<\|\w+\||<(?:/(?:t(?:o(?:o(?:l(?:_(?:c(?:a(?:l(?:l)?)?)?)?)?)?)?)?)?)?)*"
+    r"(?:\s|</?think>|</tool_call>|\}|,\s*\"name\"\s*:\s*\"[^\"]+\"|<\|\w+\|>|\w+(?: \w+)? ?(?=<\|)|<\|\w*\|?"
+    r"|<(?:/(?:t(?:o(?:o(?:l(?:_(?:c(?:a(?:l(?:l)?)?)?)?)?)?)?)?)?)?)*"
 )
 _HALF_ESCAPE = re.compile(r"(?:\\u?[0-9a-fA-F]{0,4}){1,2}$")
 
@@ -98,6 +99,7 @@ def _arguments(text: str) -> dict[str, Any]:
     value = json.loads(text, parse_constant=refuse_constant)
     assert isinstance(value, dict)
     assert "Infinity" not in json.dumps(value)
+    assert not nests_deeper(value, MOST_DEEP)
     json.dumps(value, ensure_ascii=False).encode()
     return value
 

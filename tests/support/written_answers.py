@@ -126,7 +126,12 @@ class _Writer:
             if begins and place:
                 self._text += self._pick(";", "; ", "\n", "")
             self._call()
-        if self._random.random() < 0.3:
+        if self._only_one and self._random.random() < 0.5:  # a second call is text
+            before, meant = self._text, [*self._meant]
+            self._call()
+            self._text, self._meant, second = before, meant, self._text[len(before) :]
+            self._content(second)
+        elif self._random.random() < 0.3:
             self._text += self._pick("", "\n", "\n\n")
             self._content(self._prose())
 
@@ -237,10 +242,14 @@ class _Writer:
         if isinstance(value, str):
             return self._loose_text(value)
         if isinstance(value, (dict, list)) and value:
-            comma = self._pick("", "", ",", " , ")
-            if isinstance(value, list):
-                return f"[{b}{', '.join(map(self._loose, value))}{comma}{b}]"
-            pairs = (f"{self._loose_key(key)}{b}:{b}{self._loose(one)}" for key, one in value.items())
+            is_list = isinstance(value, list)
+            values = [*map(self._loose, value if is_list else value.values())]
+            comma, last = self._pick("", "", ",", " , "), value[-1] if is_list else [*value.values()][-1]
+            if last and type(last) is (dict if is_list else list) and self._random.random() < 0.3:
+                values[-1], comma = values[-1][:-1], ""  # its bracket is missing
+            if is_list:
+                return f"[{b}{', '.join(values)}{comma}{b}]"
+            pairs = (f"{self._loose_key(key)}{b}:{b}{one}" for key, one in zip(value, values, strict=True))
             return f"{{{b}{f',{b}'.join(pairs)}{comma}{b}}}"
         return self._pick(json.dumps(value), str(value)) if value in (True, False, None) else json.dumps(value)
 
@@ -270,6 +279,7 @@ class _Writer:
             return text if not is_loose or self._random.random() < 0.7 else ""
 
         outer, last = tag("<tool_call>\n"), tag("</tool_call>")
+        end_of_function = tag("</function>\n") if last else "</function>\n"
         parameters = ""
         for place, (key, value) in enumerate(meant.items(), 1):
             shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -277,10 +287,10 @@ class _Writer:
                 shown = self._pick(shown, str(value))
             end = "\n" if b or shown.endswith("\n") else ""
             closing = self._pick("</parameter>", "</parameter/>", "</parameter") if is_loose else "</parameter>"
-            if place < len(meant) or last:
+            if place < len(meant) or (last and end_of_function):
                 closing = tag(closing)
             parameters += f"<parameter={key}>{b}{shown}{f'{end}{closing}' if closing else ''}\n"
-        return f"{outer}<function={name}>\n{parameters}</function>\n{last}"
+        return f"{outer}<function={name}>\n{parameters}{end_of_function}{last}"
 
     # What becomes of them.
 
