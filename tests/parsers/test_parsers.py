@@ -382,6 +382,36 @@ def test_without_parsers_all_is_content() -> None:
     assert in_all_cuts(HERMES, "hermes", None, tools=None) == [("content", HERMES)]
 
 
+_CALLED = '<tool_call>{"name": "weather", "arguments": {"city": '
+
+
+@pytest.mark.parametrize(
+    ("begun", "more", "parser"),
+    [
+        (_CALLED + '"', "a\\\\ \n<", "hermes"),
+        (_CALLED, " ", "hermes"),
+        (_CALLED + '1, "', "b", "hermes"),
+        (_CALLED + "[", "1, ", "hermes"),
+        (_CALLED, "9", "hermes"),
+        ('<tool_call>{"arguments": {"city": "', "a", "hermes"),
+        ("", "<tool_call>", "hermes"),
+        ("", " ", "hermes"),
+        ("<think>", "\n", "hermes"),
+        (CODER[: CODER.index("Oslo")], "a</parameter>\n", "qwen3_coder"),
+        (coder("x", "").partition("\n\n")[0], "\n</function>\n</b>", "qwen3_coder"),
+        (coder().partition("</f")[0], "\n", "qwen3_coder"),
+        (TO_WEATHER + '{"city": "', "<|call|>", "harmony"),
+        ("", "<|channel|>", "harmony"),
+    ],
+)
+def test_little_is_held_back(begun: str, more: str, parser: str) -> None:
+    """What comes costs the same however much has come: no text grows that is looked at again."""
+    reader = AnswerReader(parser, "harmony" if parser == "harmony" else "think", TOOLS)
+    for piece in (*begun, *(more * 3000)):
+        reader.push(piece)
+        assert len(reader._source._text) < 600
+
+
 # Pieces of all syntaxes, whole and in two, among others: most texts of characters at random would be content.
 WORDS = [
     *re.findall(r"<\|?\w+\|?>|</\w+>|<\w+=\w+>|\s|\"\w+\": |\W|\w+", HERMES + LLAMA + CODER + HARMONY),
