@@ -244,8 +244,11 @@ class _Writer:
         if isinstance(value, (dict, list)) and value:
             is_list = isinstance(value, list)
             values = [*map(self._loose, value if is_list else value.values())]
-            comma, last = self._pick("", "", ",", " , "), value[-1] if is_list else [*value.values()][-1]
-            if last and type(last) is (dict if is_list else list) and self._random.random() < 0.3:
+            comma, last = self._pick("", "", ",", " , "), _last(value)
+            is_other = (
+                last and type(last) is (dict if is_list else list) and not isinstance(_last(last), (dict, list))
+            )
+            if is_other and self._random.random() < 0.3:
                 values[-1], comma = values[-1][:-1], ""  # its bracket is missing
             if is_list:
                 return f"[{b}{', '.join(values)}{comma}{b}]"
@@ -305,3 +308,8 @@ class _Writer:
             made.text = text[:place] + self._pick("", "", *_DAMAGE, text[-20:]) + text[place + size :]
         made.meant = None
         made.is_cut = self._random.random() < 0.3
+
+
+def _last(value: Any) -> Any:
+    """The last value of a list or an object that has some."""
+    return value[-1] if isinstance(value, list) else [*value.values()][-1]
