@@ -26,6 +26,9 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 UNNAMED_MODEL = "radixrt"  # in the response where neither the body nor a server names one
 
+# Of a chat's answer, and whether it ends with calls.
+MessageOf = Callable[[CompletionOutput], tuple[dict[str, Any], bool]]
+
 _LOWEST_LOGPROB = -9999.0  # what OpenAI writes for a token that is next to impossible
 
 # Labels and hints to OpenAI's servers, which no answer depends on.
@@ -148,7 +151,7 @@ def answer_body(
     outputs: Sequence[RequestOutput],
     *,
     echoed: Sequence[str] | None = None,
-    message_of: Callable[[str], dict[str, Any]] | None = None,
+    message_of: MessageOf | None = None,
     includes_stop: bool = False,
     id_digest: str,
     model: str,
@@ -157,7 +160,8 @@ def answer_body(
 ) -> dict[str, object]:
     """The body of a `chat.completion` or a `text_completion`, with the answers to later prompts after those to
     earlier ones. Those of a completion begin with their prompts if these are `echoed`, as text. `message_of` makes
-    the message of a chat's answer of its text. `includes_stop`: texts have what stopped them.
+    the message of a chat's answer, and tells whether it ends with calls. `includes_stop`: texts have what stopped
+    them.
     """
     name = "chat.completion" if url == CHAT else "text_completion"
     choices: list[dict[str, object]] = []
@@ -235,7 +239,7 @@ def _choice(
     answer: CompletionOutput,
     index: int,
     spelling: TokenSpelling,
-    message_of: Callable[[str], dict[str, Any]] | None,
+    message_of: MessageOf | None,
     includes_stop: bool,
 ) -> dict[str, object]:
     choice: dict[str, object] = {"text": answer.text, "index": index}
@@ -243,15 +247,20 @@ def _choice(
     if url == CHAT:
         message = {"role": "assistant", "content": answer.text, "refusal": None}
         if message_of is not None:
-            message = message_of(answer.text)
-        choice, has_called = {"index": index, "message": message}, "tool_calls" in message
+            message, has_called = message_of(answer)
+        choice = {"index": index, "message": message}
     logprobs = logprobs_body(url, shown_logprobs(answer, includes_stop), spelling)
     return {**choice, "logprobs": logprobs, "finish_reason": finish_reason(answer.finish_reason, has_called)}
 
 
 def finish_reason(reason: FinishReason, has_called: bool) -> str:
-    """As OpenAI has it: an answer that calls and was not cut ends with its calls."""
+    """As OpenAI has it: an answer whose calls are whole, and which was not cut, ends with its calls."""
     return "tool_calls" if has_called and reason is FinishReason.STOP else str(reason)
+
+
+def is_cut(piece: CompletionOutput | StreamChunk) -> bool:
+    """Whether an answer was ended by something else than a token: its length, or a stop string."""
+    return piece.finish_reason is not FinishReason.STOP or not isinstance(piece.matched, int)
 
 
 def shown_logprobs(piece: CompletionOutput | StreamChunk, includes_stop: bool) -> tuple[TokenLogprob, ...] | None:
@@ -260,8 +269,7 @@ def shown_logprobs(piece: CompletionOutput | StreamChunk, includes_stop: bool) -
     """
     if includes_stop:
         return piece.logprobs
-    stopped_by_token = piece.finish_reason is FinishReason.STOP and isinstance(piece.matched, int)
-    return piece.logprobs[:-1] if piece.logprobs is not None and stopped_by_token else piece.logprobs
+    return piece.logprobs[:-1] if piece.logprobs is not None and not is_cut(piece) else piece.logprobs
 
 
 def logprobs_body(

@@ -11,8 +11,8 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 
 from radixrt.batch.formats.source import BOM
-from radixrt.batch.formats.strict_json import loads, nests_deeper
-from radixrt.checks import kind, short
+from radixrt.batch.formats.strict_json import loads
+from radixrt.checks import kind, nests_deeper, short
 from radixrt.server.limits import Limits
 from radixrt.server.refusal import Refusal
 

@@ -43,7 +43,7 @@ from radixrt.frontend.openai import (
     sampling_values,
 )
 from radixrt.frontend.sampling_aliases import with_nearest
-from radixrt.output import RequestOutput
+from radixrt.output import CompletionOutput, RequestOutput
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.chat import Chat
 from radixrt.text.token_spelling import TokenSpelling
@@ -67,8 +67,8 @@ class ChatReader(Protocol):
         parameters they are made. Raises ParameterError, PromptError or TokenizerError.
         """
 
-    def message(self, reading: dict[str, Any], text: str) -> dict[str, Any]:
-        """The message of an answer."""
+    def message(self, reading: dict[str, Any], answer: CompletionOutput) -> tuple[dict[str, Any], bool]:
+        """The message of an answer, and whether it ends with calls."""
 
 
 def openai_reply(custom_id: str | None = None, url: str | None = None, model: str = UNNAMED_MODEL) -> Reply:
