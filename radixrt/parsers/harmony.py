@@ -32,9 +32,10 @@ _TAGS = ("<|start|>", "<|channel|>")
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", *_TAGS)
 
 
-def harmony(source: Source, tools: Tools | None) -> Steps[None]:
+def harmony(source: Source, tools: Tools | None, has_form: bool = False) -> Steps[None]:
     """The channel analysis is reasoning, what goes to a function is its call, the rest is content. Without tools
-    a call is content, too, as it was written.
+    a call is content, too, as it was written. All that follows the head of the channel final is content if it
+    `has_form`, whatever it spells.
     """
     has_called = False
     while True:
@@ -53,5 +54,8 @@ def harmony(source: Source, tools: Tools | None) -> Steps[None]:
             yield from arguments(source)
         else:
             yield syntax(raw)
+            if has_form and match["channel"] == "final":
+                yield from text_until(source, content, ())
+                return
             yield from text_until(source, reasoning if match["channel"] == "analysis" else content, _ENDS)
         yield from skip_next(source, _END)

@@ -31,6 +31,7 @@ _LLAMA = regex.compile(
     rf'{_NAME}{_B},{_B}"(?:parameters|arguments)"{_B}:{_B})\{{'
 )
 _BRACE = regex.compile(rf"{_B}\}}")
+_LAST_BRACE = regex.compile(rf"{_B}\}}\s*")
 _CLOSED = regex.compile(rf"{_B}</tool_call>")
 
 
@@ -87,6 +88,23 @@ def llama3_json(source: Source, tools: Tools) -> Steps[None]:
         yield from skip_next(source, _BRACE)
         if tools.only_one:
             return
+
+
+def is_llama_call(source: Source, tools: Tools) -> Steps[bool]:
+    """Whether the whole text that comes is a call, and not another object that begins as one. If it may be one, it
+    is known only when it has ended.
+    """
+    match = yield from match_next(source, _LLAMA)
+    if not match or match["name"] not in tools.parameters:
+        return False
+    end, found = match.end(1), JsonObject()
+    while True:
+        end += found.push(source.text[end:])
+        if found.is_broken or (found.is_done and not _LAST_BRACE.fullmatch(source.text, end, partial=True)):
+            return False
+        if source.ended:
+            return True
+        yield None
 
 
 def arguments(source: Source) -> Steps[bool]:

@@ -193,7 +193,14 @@ class Server:
         return await self._answer(self._answering, self._reader(COMPLETIONS), request, tenant)
 
     def _reader(self, url: str) -> Callable[..., Asked]:
-        return partial(read_asked, url, parsers=self._parsers, tokenizer=self.runtime.tokenizer, name=self.name)
+        return partial(
+            read_asked,
+            url,
+            parsers=self._parsers,
+            tokenizer=self.runtime.tokenizer,
+            name=self.name,
+            refusal=self.runtime.form_refusal,
+        )
 
     async def _generate(self, request: Request, tenant: str | None) -> Response:
         return await self._answer(Generating(self.runtime), read_generate, request, tenant)

@@ -337,17 +337,36 @@ def test_what_xgrammar_would_ignore_is_refused(given: dict[str, Any], message: s
 
 
 @pytest.mark.parametrize(
-    ("pattern", "found"),
+    ("pattern", "found", "in_a_schema"),
     [
-        ("^a+(?:b|[^c])$", None),
-        (r"\$\^[$x]\d\w\.", None),
-        (r"a\b", r"\b"),
-        (r"(a)\1", r"\1"),
-        ("a^b", "^"),
-        ("a$b", "$"),
-        ("(?i)a", "(?"),
-        (r"\p{L}", r"\p"),
+        ("^a+(?:b|[^c])$", None, None),
+        (r"\$\^[$x]\d\w\.", None, None),
+        (r"a\b", r"\b", r"\b"),
+        (r"(a)\1", r"\1", r"\1"),
+        ("a^b", "^", "^"),
+        ("a$b", "$", "$"),
+        ("(?i)a", "(?", "(?"),
+        (r"\p{L}", r"\p", r"\p"),
+        (r"\x41\u0041\-\_\ \\", None, None),
+        (r"\x{41}", r"\x", r"\x"),
+        (r"\<a", r"\<", r"\<"),
+        (r"[\h]", r"\h", r"\h"),
+        (r"a\S", r"\S", None),  # of ASCII alone to xgrammar
+        (r"[\D]", r"\D", None),
+        (r"[^\w.]", r"[^\w.]", None),
+        (r"\a", None, r"\a"),  # the letter in a schema, a bell elsewhere
+        (r"[\^a]", r"[\^a]", r"[\^a]"),
+        ("[]a]", "[]", "[]"),
+        ("[^]a]", "[^]", "[^]"),
+        ("[[:alpha:]]", "[[:alpha:]", None),
+        ("[a&&b]", "[a&&b]", None),
+        (r"[\[a-]", None, None),
+        (r"[\x41a]", r"\x", r"\x"),  # whose digits would go on
+        ("[a", "[", "["),
+        (r"[a-\d]", r"[a-\d]", r"[a-\d]"),
+        ("\\", "\\", "\\"),
     ],
 )
-def test_patterns_that_xgrammar_would_misread(pattern: str, found: str | None) -> None:
+def test_patterns_that_xgrammar_would_misread(pattern: str, found: str | None, in_a_schema: str | None) -> None:
     assert misread_pattern(pattern) == found
+    assert misread_pattern(pattern, is_of_schema=True) == in_a_schema

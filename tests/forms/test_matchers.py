@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from radixrt.asked_form import AskedForm
+from radixrt.asked_form import AskedForm, FormEngine
 from radixrt.builtin import MODEL_PATH
 from radixrt.errors import FormError
-from radixrt.forms.compiler import FormCompiler
+from radixrt.forms.compiler import FormCompiler, KnownForm
 from radixrt.forms.form_process import llguidance_matcher, token_map
 from radixrt.forms.matcher import mask_words
 from radixrt.forms.vocabulary import Vocabulary
@@ -165,6 +165,27 @@ def test_regular_expressions(subject: Subject, pattern: str, engine: str) -> Non
         return
     for text in subject.texts("regex", pattern, engine):
         assert re.fullmatch(pattern, text), text
+
+
+@NEEDS_XGRAMMAR
+@pytest.mark.parametrize("pattern", [".", "[.]", r"\.", "a.?b|.", "[^a]", r"[\d.]", r"\\.", r"(\[.\])?.", ".|\n"])
+def test_both_engines_read_a_pattern_alike(subject: Subject, pattern: str) -> None:
+    """A dot takes no new line, as in Rust's syntax and Python's."""
+    engines: tuple[FormEngine, ...] = ("llguidance", "xgrammar")
+    forms = [subject.compiler.compile(AskedForm("regex", pattern, one), subject.ends) for one in engines]
+    for text in ("a", "\n", "\r", ".", "1", "é", "a.b", "a\nb", "ab", "\\x", "\\\n", "[x]b", "[\n]b", "日"):
+        is_taken = re.fullmatch(pattern, text) is not None
+        assert [takes(form, subject, text) for form in forms] == [is_taken] * 2, text
+
+
+def takes(form: KnownForm, subject: Subject, text: str) -> bool:
+    """Whether a text has the form, in the tokens that its tokenizer makes of it."""
+    matcher = form.matcher()
+    for token in subject.tokenizer.encode(text, add_special_tokens=False).tolist():
+        if token not in allowed(form, matcher):
+            return False
+        matcher.push(token)
+    return bool(matcher.is_complete or subject.ends & {*allowed(form, matcher)})
 
 
 @pytest.mark.parametrize("engine", ["llguidance", "xgrammar"])

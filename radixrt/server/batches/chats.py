@@ -7,7 +7,7 @@ from typing import Any
 from radixrt.frontend.tool_calls import asked_tools, message_of
 from radixrt.parsers.choosing import Parsers
 from radixrt.sampling_params import SamplingParams
-from radixrt.server.reading import Reading, reading_of, without_tools
+from radixrt.server.reading import FormRefusal, Reading, reading_of, without_tools
 from radixrt.text.chat import Chat
 from radixrt.text.tokenizer import Tokenizer
 
@@ -17,8 +17,8 @@ _OF_TOOLS = ("tools", "parallel_tool_calls")
 class ServedChats:
     """A `ChatReader` with a server's parsers."""
 
-    def __init__(self, parsers: Parsers, tokenizer: Tokenizer | None) -> None:
-        self._parsers, self._tokenizer = parsers, tokenizer
+    def __init__(self, parsers: Parsers, tokenizer: Tokenizer | None, refusal: FormRefusal) -> None:
+        self._parsers, self._tokenizer, self._refusal = parsers, tokenizer, refusal
 
     def without_choice(self, given: dict[str, Any]) -> dict[str, Any]:
         """A body for its prompt and its parameters."""
@@ -31,13 +31,14 @@ class ServedChats:
 
         Raises ParameterError, PromptError or TokenizerError, by name.
         """
-        reading, params = reading_of(given, chat, params, self._parsers, self._tokenizer)
+        reading, params = reading_of(given, chat, params, self._parsers, self._tokenizer, self._refusal)
         if reading is None:
             return None, params
         told = {name: given[name] for name in _OF_TOOLS if name in given and reading.tools is not None}
-        return {**told, "is_thinking": reading.is_thinking}, params
+        return {**told, "is_thinking": reading.is_thinking, "has_form": reading.has_form}, params
 
     def message(self, reading: dict[str, Any], text: str) -> dict[str, Any]:
         """The message of an answer."""
         tools = asked_tools({name: value for name, value in reading.items() if name in _OF_TOOLS})
-        return message_of(Reading(self._parsers, tools, reading["is_thinking"]).parts(text))
+        has_form = reading.get("has_form", False)  # which earlier versions did not write
+        return message_of(Reading(self._parsers, tools, reading["is_thinking"], has_form).parts(text))

@@ -88,7 +88,7 @@ class Work:
         """From now on, answers to chats are taken apart by `parsers`, and `on_submit` is called before lines are
         handed to the engine.
         """
-        self._chats = ServedChats(parsers, self._runtime.tokenizer)
+        self._chats = ServedChats(parsers, self._runtime.tokenizer, self._runtime.form_refusal)
         self._on_submit = on_submit
 
     def opened(self, input_path: Path, output_path: Path) -> Batch:
