@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 from collections import OrderedDict
 from dataclasses import replace
@@ -25,10 +26,10 @@ from radixrt.forms.form_process import (
 )
 from radixrt.forms.llguidance_form import LlguidanceForm, compiled
 from radixrt.forms.schema_keywords import (
+    for_llguidance,
     llguidance_refusal,
     misread_pattern,
     without_new_lines,
-    without_nul,
     xgrammar_refusal,
 )
 from radixrt.forms.trial import Trials, Verdict
@@ -170,8 +171,8 @@ def _engines(asked: AskedForm) -> tuple[str, ...]:
 
 def _text_for(engine: str, asked: AskedForm) -> str:
     """What an engine gets."""
-    if engine == LLGUIDANCE and asked.kind == "json_schema" and "[^" in asked.text:
-        return json.dumps(without_nul(json.loads(asked.text)))
+    if engine == LLGUIDANCE and asked.kind == "json_schema" and re.search(r"\[\^|\\[<>]", asked.text):
+        return json.dumps(for_llguidance(json.loads(asked.text)))
     if engine == XGRAMMAR and asked.kind == "regex":
         return without_new_lines(asked.text)
     return asked.text

@@ -46,6 +46,7 @@ _REASONS = {
     "ParserTooComplex": "what may come next is too much to keep track of: make the form simpler",
     "LexerTooComplex": "what may come next is too much to keep track of: make the form simpler",
 }
+_NO_BEGINNING = "no text has it, or no token of the model spells how one begins"
 _PLACE_IN_CODE = re.compile(r"\[\d\d:\d\d:\d\d\] \S+\.(?:cc|h):\d+: ")  # of xgrammar, before what it says
 _OPTIONS: Any = {"whitespace_pattern": WHITESPACE}  # those of `x-guidance` in a schema go before them
 _STRICT: Any = {"lenient": False}  # no keyword is ignored, whatever a schema says
@@ -160,6 +161,8 @@ def llguidance_reason(matcher: Any) -> str:
     reason = reason.replace(_MARK, "").replace(_MARK_AS_TOLD, "")
     if "forced bytes" in reason:
         reason = "NoExtensionBias"
+    if "coerce_one_of" in reason:
+        return "a 'oneOf' whose schemas may overlap cannot be kept: use 'anyOf'"
     return _REASONS.get(reason, "it must not come here" if "satisfy the grammar" in reason else reason)
 
 
@@ -308,7 +311,7 @@ class _Engines:
 
     def attempt(self, engine: str, kind: str, text: str) -> dict[str, Any]:
         """Compile a form, and walk through it at random."""
-        before = _memory()[1]
+        before, step = _memory()[1], 0
         try:
             mask, take = self._loaded[engine].start(kind, text)
             draw = random.Random(0)
@@ -318,13 +321,14 @@ class _Engines:
                 if time.thread_time() - began > limit:
                     raise Refusal(f"it is too large: a mask takes more than {limit:g} s")
                 token_id = _drawn(bits, self._end_ids, draw)
-                if not _SOME_BITS.search(bits):  # at first: such as of a schema that refers to itself alone
-                    raise Refusal(_REASONS["NoExtensionBias"] if step else "no text has it")
+                if not _SOME_BITS.search(bits):
+                    raise Refusal(_REASONS["NoExtensionBias"])
                 if token_id is None:
                     break
                 take(token_id)
         except Refusal as error:
-            return {"error": str(error)}
+            is_of_first = step == 0 and str(error) == _REASONS["NoExtensionBias"]
+            return {"error": _NO_BEGINNING if is_of_first else str(error)}
         except MemoryError:
             return {"error": "it needs too much memory"}
         return {"bytes": max(0, _memory()[1] - before)}

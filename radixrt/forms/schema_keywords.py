@@ -91,17 +91,18 @@ def llguidance_refusal(schema: Any) -> str | None:
     return None
 
 
-def without_nul(schema: Any) -> Any:
-    """A copy whose patterns' negated classes leave out NUL: into a class that holds all control characters
-    llguidance lets any that is escaped, such as a quotation mark that the class leaves out.
+def for_llguidance(schema: Any) -> Any:
+    """A copy for llguidance, whose patterns' negated classes leave out NUL: into a class that holds all control
+    characters it lets any that is escaped, such as a quotation mark that the class leaves out. And an escaped
+    bracket is the bracket, as in ECMAScript, and no border of a word, as in Rust.
     """
     own = copy.deepcopy(schema)
     for _, one in list(_schemas(own)):
         assert isinstance(one, dict)
         if isinstance(pattern := one.get("pattern"), str):
-            one["pattern"] = _without_nul(pattern)
+            one["pattern"] = _of_llguidance(pattern)
         if isinstance(named := one.get("patternProperties"), dict):
-            one["patternProperties"] = {_without_nul(pattern): inner for pattern, inner in named.items()}
+            one["patternProperties"] = {_of_llguidance(pattern): inner for pattern, inner in named.items()}
     return own
 
 
@@ -115,12 +116,14 @@ def moved(schema: Mapping[str, Any], place: str) -> dict[str, Any]:
     return own
 
 
-def _without_nul(pattern: str) -> str:
+def _of_llguidance(pattern: str) -> str:
     def left_out(found: re.Match[str]) -> str:
         is_negated = found[0].startswith("[^") and found[0] != "[^]"  # which goes on: the bracket is of the class
         return f"[^\\x00-\\x00{found[0][2:]}" if is_negated else found[0]
 
-    return _ESCAPE_OR_CLASS.sub(left_out, pattern)
+    return _ESCAPE_OR_CLASS.sub(
+        left_out, re.sub(r"\\(?:([<>])|.)", lambda one: one[1] or one[0], pattern, flags=re.DOTALL)
+    )
 
 
 def xgrammar_refusal(schema: Any) -> str | None:
@@ -138,7 +141,8 @@ def misread_pattern(pattern: str, *, is_of_schema: bool = False) -> str | None:
     """
     unread = "a" if is_of_schema else "SDW"
     for escape in _ESCAPE.finditer(pattern):
-        if not _READ_ESCAPE.fullmatch(escape[1]) or escape[1] in unread:
+        is_read = _READ_ESCAPE.fullmatch(escape[1]) or (is_of_schema and escape[1] in ("<", ">"))
+        if not is_read or escape[1] in unread:
             return escape[0]
     for found in (one for one in _ESCAPE_OR_CLASS.finditer(pattern) if one[1] is None):
         inner = _CLASS.fullmatch(found[0])

@@ -67,7 +67,7 @@ def _all(step: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
 
 def _is_of_blanks(normalizer: Mapping[str, Any]) -> bool:
     """Whether it spells a blank as vocabularies do, and does nothing else."""
-    return normalizer["type"] == "Replace" and normalizer["pattern"] == {"String": " "}
+    return bool(normalizer["type"] == "Replace" and normalizer["pattern"] == {"String": " "})
 
 
 def _names(model: Mapping[str, Any]) -> dict[str, int]:

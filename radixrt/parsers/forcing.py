@@ -13,7 +13,7 @@ from typing import Any
 from radixrt.asked_form import AskedForm, schema_text
 from radixrt.errors import ParameterError
 from radixrt.forms.form_process import GUIDED
-from radixrt.forms.schema_keywords import llguidance_refusal, moved, without_nul
+from radixrt.forms.schema_keywords import for_llguidance, llguidance_refusal, moved
 from radixrt.parsers.names import HARMONY, THINK
 from radixrt.parsers.xml_calls import KEY, is_plain_text
 
@@ -174,7 +174,7 @@ def _of_object(which: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
 def _value(which: str, schema: Mapping[str, Any]) -> str:
     if refusal := llguidance_refusal(schema):
         raise ParameterError(f"{which} cannot be forced: {refusal}")
-    text = schema_text(which, without_nul(schema)).replace("::=", r":\u003a=")
+    text = schema_text(which, for_llguidance(schema)).replace("::=", r":\u003a=")
     return f"%json {{{GUIDED},{text[1:]}" if schema else f"%json {{{GUIDED}}}"
 
 

@@ -117,6 +117,13 @@ def test_negated_classes(subject: Subject, negated: str) -> None:
         assert re.fullmatch(schema["pattern"], json.loads(text), re.ASCII), text  # as in ECMAScript
 
 
+def test_brackets_that_a_schema_escapes(subject: Subject) -> None:
+    """As in ECMAScript; in Rust's syntax they are the borders of a word."""
+    schema = {"type": "string", "pattern": r"^\<[a\>]\\\>$"}
+    found = subject.texts("json_schema", json.dumps(schema), "llguidance", count=9)
+    assert {json.loads(text) for text in found} == {"<a\\>", "<>\\>"}
+
+
 @pytest.mark.parametrize("of_a_key", [False, True])
 def test_what_a_class_leaves_out_does_not_come_escaped(subject: Subject, of_a_key: bool) -> None:
     schema: dict[str, Any] = {"type": "string", "pattern": '^[^"]$'}
@@ -168,14 +175,17 @@ def test_regular_expressions(subject: Subject, pattern: str, engine: str) -> Non
 
 
 @NEEDS_XGRAMMAR
-@pytest.mark.parametrize("pattern", [".", "[.]", r"\.", "a.?b|.", "[^a]", r"[\d.]", r"\\.", r"(\[.\])?.", ".|\n"])
-def test_both_engines_read_a_pattern_alike(subject: Subject, pattern: str) -> None:
+def test_both_engines_read_a_pattern_alike(smollm: Tokenizer) -> None:
     """A dot takes no new line, as in Rust's syntax and Python's."""
+    subject = Subject(smollm, compiler_of(smollm, 49152, (2,)), frozenset([2]))
     engines: tuple[FormEngine, ...] = ("llguidance", "xgrammar")
-    forms = [subject.compiler.compile(AskedForm("regex", pattern, one), subject.ends) for one in engines]
-    for text in ("a", "\n", "\r", ".", "1", "é", "a.b", "a\nb", "ab", "\\x", "\\\n", "[x]b", "[\n]b", "日"):
-        is_taken = re.fullmatch(pattern, text) is not None
-        assert [takes(form, subject, text) for form in forms] == [is_taken] * 2, text
+    texts = ("a", "\n", "\r", ".", "1", "é", "a.b", "a\nb", "ab", "\\x", "\\\n", "[x]b", "[\n]b", "日", " ")
+    for pattern in (".", "[.]", r"\.", "a.?b|.", "[^a]", r"[\d.]", r"\\.", r"(\[.\])?.", ".|\n"):
+        forms = [subject.compiler.compile(AskedForm("regex", pattern, one), subject.ends) for one in engines]
+        for text in texts:
+            is_taken = re.fullmatch(pattern, text) is not None
+            assert [takes(form, subject, text) for form in forms] == [is_taken] * 2, (pattern, text)
+    subject.compiler.close()
 
 
 def takes(form: KnownForm, subject: Subject, text: str) -> bool:

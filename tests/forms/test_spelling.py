@@ -151,7 +151,7 @@ def test_what_changes_texts_does_not_change_forms(smollm: Tokenizer) -> None:
 @pytest.mark.parametrize("text", ["\x04", "a\x04b", "\U00050000"])
 def test_what_no_token_spells_is_refused(vocabulary: Vocabulary, text: str, engine: Any) -> None:
     """SmolLM2 has no token of some bytes, and one that ends a text for what it does not know."""
-    with pytest.raises(FormError, match=r"no (token of the model spells what must come next|text has it)$"):
+    with pytest.raises(FormError, match=r"no token of the model spells (what must come next|how one begins)$"):
         compiler(vocabulary).compile(AskedForm("choice", json.dumps([text]), engine), frozenset([0, 2]))
 
 
