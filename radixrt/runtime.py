@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from radixrt.asked_form import AskedForm
 from radixrt.cache.cache_stats import CacheStats
 from radixrt.checks import check_int
 from radixrt.config import RuntimeConfig
@@ -138,6 +139,10 @@ class Runtime:
     def default_params(self) -> SamplingParams:
         """The parameters of calls that give none: SamplingParams(), or the model's own (`generation_config`)."""
         return self._builder.defaults
+
+    def form_refusal(self, asked: AskedForm) -> str | None:
+        """Why answers cannot have a form, or None; from any thread."""
+        return self._builder.form_refusal(asked)
 
     @property
     def parts(self) -> Parts:

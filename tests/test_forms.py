@@ -165,7 +165,7 @@ def test_bans_and_a_form_that_leave_nothing_are_an_error(folder: Path) -> None:
         params = [replace(GREEDY, bad_words=[[9]]), GREEDY]
         bad, good = generate(runtime, PROMPTS[:2], params, {0: form})
     assert bad.finish_reason is FinishReason.ERROR
-    assert "its form, allowed_token_ids and bad_words left no token to draw" in str(bad.error)
+    assert "its form, allowed_token_ids, bad_words and min_new_tokens left no token to draw" in str(bad.error)
     assert good.finish_reason is FinishReason.LENGTH
 
 

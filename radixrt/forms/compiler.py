@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 from collections import OrderedDict
 from dataclasses import replace
@@ -24,7 +25,13 @@ from radixrt.forms.form_process import (
     xgrammar_grammar,
 )
 from radixrt.forms.llguidance_form import LlguidanceForm, compiled
-from radixrt.forms.schema_keywords import llguidance_refusal, misread_pattern, without_nul, xgrammar_refusal
+from radixrt.forms.schema_keywords import (
+    for_llguidance,
+    llguidance_refusal,
+    misread_pattern,
+    without_new_lines,
+    xgrammar_refusal,
+)
 from radixrt.forms.trial import Trials, Verdict
 from radixrt.forms.vocabulary import Vocabulary
 from radixrt.forms.xgrammar_form import XgrammarForm
@@ -62,22 +69,32 @@ class FormCompiler:
 
     def compile(self, asked: AskedForm, stop_ids: frozenset[int], num_answers: int = 1) -> KnownForm:
         """The form of some answers, that these tokens end. Raises FormError."""
-        reasons: list[str] = []
         with self._lock:
-            for engine in _engines(asked):
-                if engine == XGRAMMAR and find_spec(XGRAMMAR) is None:
-                    reasons.append(f"{XGRAMMAR} is not installed ({INSTALL})")
-                    continue
-                key = (engine, asked.kind, hashlib.blake2b(asked.text.encode(), digest_size=16).digest())
-                if (verdict := self._verdict(key, asked)).reason is None:
-                    drawable = frozenset(token for token in stop_ids if token < self._vocabulary.size)
-                    ends = Ends(drawable, frozenset(self._tokens.eos_tokens))
-                    made = self._compiled(key, asked, verdict.size + len(asked.text), num_answers)
-                    kind = LlguidanceForm if engine == LLGUIDANCE else XgrammarForm
-                    return kind(made, ends, self._vocabulary.size)
-                reasons.append(f"{engine}: {verdict.reason}")
-                if verdict.is_bomb:
-                    break
+            engine, verdict, key = self._engine_for(asked)
+            drawable = frozenset(token for token in stop_ids if token < self._vocabulary.size)
+            ends = Ends(drawable, frozenset(self._tokens.eos_tokens))
+            made = self._compiled(key, asked, verdict.size + len(asked.text), num_answers)
+            kind = LlguidanceForm if engine == LLGUIDANCE else XgrammarForm
+            return kind(made, ends, self._vocabulary.size)
+
+    def check(self, asked: AskedForm) -> None:
+        """Raise FormError if answers cannot have a form; it is not compiled to be used."""
+        with self._lock:
+            self._engine_for(asked)
+
+    def _engine_for(self, asked: AskedForm) -> tuple[str, Verdict, _Key]:
+        """The first engine that takes a form, and what its trial has found. Raises FormError."""
+        reasons: list[str] = []
+        for engine in _engines(asked):
+            if engine == XGRAMMAR and find_spec(XGRAMMAR) is None:
+                reasons.append(f"{XGRAMMAR} is not installed ({INSTALL})")
+                continue
+            key = (engine, asked.kind, hashlib.blake2b(asked.text.encode(), digest_size=16).digest())
+            if (verdict := self._verdict(key, asked)).reason is None:
+                return engine, verdict, key
+            reasons.append(f"{engine}: {verdict.reason}")
+            if verdict.is_bomb:
+                break
         raise FormError(f"the {asked.kind} cannot be the form of an answer: {'; '.join(reasons)}")
 
     def close(self) -> None:
@@ -96,7 +113,7 @@ class FormCompiler:
 
     @cached_property
     def _tokens(self) -> Any:
-        return token_map(self._vocabulary.as_json())
+        return token_map(self._vocabulary.as_json)
 
     @cached_property
     def _xgrammar(self) -> Any:
@@ -118,15 +135,15 @@ class FormCompiler:
         """A form of `size` bytes, or as many times that as it has beginnings."""
         made, kept_size = self._kept.pop(key, (None, 0))
         self._kept_bytes -= kept_size
-        drops_blank = self._vocabulary.drops_blank
+        text, drops_blank = _text_for(key[0], asked), self._vocabulary.drops_blank
         try:
             if key[0] == LLGUIDANCE:
-                made = made or compiled(self._tokens, asked.kind, _text_for(key[0], asked), drops_blank)
+                made = made or compiled(self._tokens, asked.kind, text, drops_blank)
                 # A form that takes much memory takes long to compile, too: all of its beginnings have a share.
                 made.expect(num_answers, self._max_kept_bytes // _MAX_SHARE // max(1, size))
                 size *= len(made.made)
             else:
-                made = made or xgrammar_grammar(self._xgrammar, asked.kind, asked.text, drops_blank)
+                made = made or xgrammar_grammar(self._xgrammar, asked.kind, text, drops_blank)
         except Refusal as error:  # where the limits of a run are lower than those of the trial
             raise FormError(f"the {asked.kind} cannot be compiled: {_one_line(str(error))}") from error
         self._kept[key] = (made, size)  # the last one
@@ -154,8 +171,10 @@ def _engines(asked: AskedForm) -> tuple[str, ...]:
 
 def _text_for(engine: str, asked: AskedForm) -> str:
     """What an engine gets."""
-    if engine == LLGUIDANCE and asked.kind == "json_schema" and "[^" in asked.text:
-        return json.dumps(without_nul(json.loads(asked.text)))
+    if engine == LLGUIDANCE and asked.kind == "json_schema" and re.search(r"\[\^|\\[<>]", asked.text):
+        return json.dumps(for_llguidance(json.loads(asked.text)))
+    if engine == XGRAMMAR and asked.kind == "regex":
+        return without_new_lines(asked.text)
     return asked.text
 
 

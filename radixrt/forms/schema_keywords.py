@@ -57,10 +57,15 @@ _ASSERTIONS = {
     *("$ref", "$dynamicRef", "$recursiveRef", "$dynamicAnchor", "$recursiveAnchor", *_UNKNOWN_TO_LLGUIDANCE),
 }
 _ESCAPE_OR_CLASS = re.compile(r"\\(.)|\[(?:\\.|[^\]\\])*\]", re.DOTALL)
-_UNREAD_ESCAPES = "bBpPkAzZGQ123456789"
-_MISREAD = re.compile(r"\(\?(?!:)|(?<!^)\^|\$(?!$)")
+# Escapes that mean the same to xgrammar, but `a` in patterns of JSON schemas, and what it takes for ASCII alone.
+_ESCAPE = re.compile(r"\\((?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4})(?![0-9a-fA-F])|.|$)", re.DOTALL)
+_READ_ESCAPE = re.compile(r"[xu][0-9a-fA-F]+|[dDwWsSnrtfva]|[^a-zA-Z0-9<>]", re.DOTALL)
+_CLASS = re.compile(r"\[(\^?)((?:\\.|[^\]\\])*)\]", re.DOTALL)
+_SETS = re.compile(r"(?<!\\)(?:\\\\)*(?:\[|&&|--|~~)")
+_ENDLESS = re.compile(r"-\\[dDsSwW]|\\[dDsSwW]-.", re.DOTALL)  # ranges of a class
+_MISREAD = re.compile(r"\(\?(?!:)|(?<!^)\^|\$(?!$)|\[")
 # What may stand for a character that JSON has to escape, which xgrammar does not.
-_UNESCAPED = re.compile(r'["\x00-\x1F]|\\[\\xucntrfv0]')
+_UNESCAPED = re.compile(r'["\x00-\x1F]|\\[\\xucntrfva0]')
 _UPPER = "maximum", "exclusiveMaximum"
 _INT64 = range(-(2**63), 2**63)
 _EXACT = 2**53  # whole numbers below it are exact as floats, and those beside them
@@ -86,26 +91,39 @@ def llguidance_refusal(schema: Any) -> str | None:
     return None
 
 
-def without_nul(schema: Any) -> Any:
-    """A copy whose patterns' negated classes leave out NUL: into a class that holds all control characters
-    llguidance lets any that is escaped, such as a quotation mark that the class leaves out.
+def for_llguidance(schema: Any) -> Any:
+    """A copy for llguidance, whose patterns' negated classes leave out NUL: into a class that holds all control
+    characters it lets any that is escaped, such as a quotation mark that the class leaves out. And an escaped
+    bracket is the bracket, as in ECMAScript, and no border of a word, as in Rust.
     """
     own = copy.deepcopy(schema)
     for _, one in list(_schemas(own)):
         assert isinstance(one, dict)
         if isinstance(pattern := one.get("pattern"), str):
-            one["pattern"] = _without_nul(pattern)
+            one["pattern"] = _of_llguidance(pattern)
         if isinstance(named := one.get("patternProperties"), dict):
-            one["patternProperties"] = {_without_nul(pattern): inner for pattern, inner in named.items()}
+            one["patternProperties"] = {_of_llguidance(pattern): inner for pattern, inner in named.items()}
     return own
 
 
-def _without_nul(pattern: str) -> str:
+def moved(schema: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """A copy for a place such as "#/properties/a" of another schema; its references lead where they did."""
+    own = copy.deepcopy(dict(schema))
+    for _, one in [] if "$id" in own else list(_schemas(own)):
+        assert isinstance(one, dict)
+        if isinstance(reference := one.get("$ref"), str) and re.match("#(/|$)", reference):
+            one["$ref"] = place + reference[1:]
+    return own
+
+
+def _of_llguidance(pattern: str) -> str:
     def left_out(found: re.Match[str]) -> str:
         is_negated = found[0].startswith("[^") and found[0] != "[^]"  # which goes on: the bracket is of the class
         return f"[^\\x00-\\x00{found[0][2:]}" if is_negated else found[0]
 
-    return _ESCAPE_OR_CLASS.sub(left_out, pattern)
+    return _ESCAPE_OR_CLASS.sub(
+        left_out, re.sub(r"\\(?:([<>])|.)", lambda one: one[1] or one[0], pattern, flags=re.DOTALL)
+    )
 
 
 def xgrammar_refusal(schema: Any) -> str | None:
@@ -116,13 +134,34 @@ def xgrammar_refusal(schema: Any) -> str | None:
     return None
 
 
-def misread_pattern(pattern: str) -> str | None:
-    """What xgrammar would leave out of a regular expression, or None."""
-    for escape in _ESCAPE_OR_CLASS.finditer(pattern):
-        if escape[1] is not None and escape[1] in _UNREAD_ESCAPES:
+def misread_pattern(pattern: str, *, is_of_schema: bool = False) -> str | None:
+    """What xgrammar would leave out of a regular expression, or read otherwise; None if nothing.
+
+    In schemas classes such as `\\w` are of ASCII, as xgrammar has them; else of Unicode, where it would take more.
+    """
+    unread = "a" if is_of_schema else "SDW"
+    for escape in _ESCAPE.finditer(pattern):
+        is_read = _READ_ESCAPE.fullmatch(escape[1]) or (is_of_schema and escape[1] in ("<", ">"))
+        if not is_read or escape[1] in unread:
             return escape[0]
-    found = _MISREAD.search(_ESCAPE_OR_CLASS.sub("x", pattern))
-    return None if found is None else found[0]
+    for found in (one for one in _ESCAPE_OR_CLASS.finditer(pattern) if one[1] is None):
+        inner = _CLASS.fullmatch(found[0])
+        assert inner is not None
+        negated = inner[1] and not is_of_schema and re.search(r"\\[sdw]", inner[2])
+        is_set = not is_of_schema and _SETS.search(inner[2])
+        if not inner[2] or inner[2].startswith("\\^") or negated or is_set or _ENDLESS.search(inner[2]):
+            return found[0]
+    rest = _MISREAD.search(_ESCAPE_OR_CLASS.sub("x", pattern))
+    return None if rest is None else rest[0]
+
+
+def without_new_lines(pattern: str) -> str:
+    """The same regular expression for xgrammar, whose `.` takes a new line, too."""
+    return re.sub(_ESCAPE_OR_CLASS.pattern + r"|\.", _of_one_line, pattern, flags=re.DOTALL)
+
+
+def _of_one_line(found: re.Match[str]) -> str:
+    return r"[^\n]" if found[0] == "." else found[0]
 
 
 def _misread(one: Mapping[str, Any]) -> str | None:
@@ -164,7 +203,7 @@ def _misread(one: Mapping[str, Any]) -> str | None:
     if "format" in given and one["format"] not in _FORMATS:
         return f"the format {one['format']!r}, which would be ignored"
     if isinstance(pattern := one.get("pattern"), str):
-        if what := misread_pattern(pattern):
+        if what := misread_pattern(pattern, is_of_schema=True):
             return f"{what!r} in a pattern, which would be misread"
         if found := _UNESCAPED.search(pattern):
             return f"{found[0]!r} in a pattern, which would not be escaped"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from radixrt.asked_form import AskedForm
 from radixrt.cache.radix_tree import Namespace
 from radixrt.checks import check_int
 from radixrt.errors import ContextLengthError, FormError, ParameterError, PromptError, TokenizerError
@@ -356,17 +357,28 @@ class RequestBuilder:
     def _special_texts(self) -> Mapping[int, str]:
         return {} if self.tokenizer is None else special_texts(self.tokenizer)
 
+    def form_refusal(self, asked: AskedForm) -> str | None:
+        """Why answers cannot have a form, or None."""
+        try:
+            self._compiler(asked).check(asked)
+        except FormError as error:
+            return str(error)
+        return None
+
     def _form(self, params: SamplingParams, stop_ids: frozenset[int]) -> Form | None:
         """The compiled form of answers. Raises FormError."""
         asked = params.form
         if asked is None or not params.max_new_tokens:
             return None
+        return self._compiler(asked).compile(asked, stop_ids, params.n)
+
+    def _compiler(self, asked: AskedForm) -> FormCompiler:
         with self._forms_lock:
             if self._forms is None:
                 if self.tokenizer is None:
                     raise FormError(f"{asked.kind} needs a tokenizer, and the model's folder has none")
                 self._forms = form_compiler(vocabulary_of(self.tokenizer, self.config.vocab_size, self.end_ids))
-        return self._forms.compile(asked, stop_ids, params.n)
+            return self._forms
 
     def _spelled(self, word: str | tuple[int, ...]) -> list[tuple[int, ...]]:
         """A bad word as token ids; a string both as it begins a text and as it follows a blank."""

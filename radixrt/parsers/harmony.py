@@ -13,6 +13,7 @@ from radixrt.parsers.source import (
     Source,
     Steps,
     Tools,
+    all_text,
     content,
     match_next,
     reasoning,
@@ -32,9 +33,10 @@ _TAGS = regex.compile(r"<\|(?:start|channel)\|>")
 _ENDS = regex.compile(r"<\|(?:end|call|return|start|channel)\|>")
 
 
-def harmony(source: Source, tools: Tools | None) -> Steps[None]:
+def harmony(source: Source, tools: Tools | None, has_form: bool = False) -> Steps[None]:
     """The channel analysis is reasoning, what goes to a function is its call, the rest is content. Without tools
-    a call is content, too, as it was written.
+    a call is content, too, as it was written. All that follows the head of the channel final is content if it
+    `has_form`, whatever it spells.
     """
     has_called = False
     while True:
@@ -53,5 +55,8 @@ def harmony(source: Source, tools: Tools | None) -> Steps[None]:
             yield from arguments(source)
         else:
             yield syntax(raw)
+            if has_form and match["channel"] == "final":
+                yield from all_text(source, content)
+                return
             yield from text_until(source, reasoning if match["channel"] == "analysis" else content, _ENDS)
         yield from skip_closing(source, _END)

@@ -35,6 +35,7 @@ _LLAMA = regex.compile(
 )
 _OBJECT = regex.compile(rf"{_B}(?=\{{)")
 _BRACE = regex.compile(rf"{_B}\}}")
+_LAST_BRACE = regex.compile(rf"{_B}\}}\s*")
 _CLOSED = regex.compile(rf"{_B}</tool_call>")
 
 
@@ -83,6 +84,22 @@ def llama3_json(source: Source, tools: Tools) -> Steps[None]:
         yield from skip_closing(source, _BRACE)
         if tools.only_one:
             return
+
+
+def is_llama_call(source: Source, tools: Tools) -> Steps[bool]:
+    """Whether the whole text that comes is a call, and not another object that begins as one. If it may be one, it
+    is known only when it has ended.
+    """
+    match = yield from match_next(source, _LLAMA)
+    if match is None or match["name"] not in tools.parameters:
+        return False
+    begun = source.take_to(match.end())
+    parts, is_whole = yield from collected(json_value(source))
+    while is_whole and not source.ended and source.is_half(_LAST_BRACE):
+        yield None
+    is_call = source.is_half(_LAST_BRACE) if is_whole else source.ended
+    source.put_back(begun + "".join(part.raw for part in parts))
+    return is_call
 
 
 def arguments(source: Source) -> Steps[bool]:

@@ -7,13 +7,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import regex
+
 from radixrt.parsers.harmony import harmony
-from radixrt.parsers.json_calls import hermes, llama3_json
+from radixrt.parsers.json_calls import hermes, is_llama_call, llama3_json
 from radixrt.parsers.names import HARMONY, THINK
-from radixrt.parsers.source import Kind, Part, Source, Steps, Tools, content, syntax
+from radixrt.parsers.source import Kind, Part, Source, Steps, Tools, all_text, content, match_next, syntax
 from radixrt.parsers.thinking import think
 from radixrt.parsers.xml_calls import qwen3_coder
 
+_BEGINS_CALL = {
+    "hermes": regex.compile(r"\s{0,32}<tool_call>"),
+    "qwen3_coder": regex.compile(r"\s{0,32}<(?:tool_call|function=)"),
+}
 _CALLS = {"hermes": hermes, "llama3_json": llama3_json, "qwen3_coder": qwen3_coder}
 
 
@@ -32,6 +38,8 @@ class AnswerReader:
         is_thinking: whether the prompt has opened the thoughts.
         said: the beginning of the answer, which the prompt has and nobody is told again; only a call that it
             leaves open is told whole, with the rest of it.
+        has_form: whether what follows the thoughts is in a form, unless it begins with a call: then all of it is
+            content, whatever it spells.
     """
 
     def __init__(
@@ -41,8 +49,10 @@ class AnswerReader:
         tools: Tools | None = None,
         is_thinking: bool = False,
         said: str = "",
+        *,
+        has_form: bool = False,
     ) -> None:
-        self._source = Source()
+        self._source, self._has_form = Source(), has_form
         self._steps = self._read(tool_parser, reasoning_parser, tools, is_thinking)
         self._blanks: list[str] = []  # that the answer begins with: not known yet to be content
         self._after_tag = is_thinking
@@ -118,20 +128,22 @@ class AnswerReader:
     ) -> Steps[None]:
         source = self._source
         if reasoning_parser == HARMONY:
-            yield from harmony(source, tools if tool_parser == HARMONY else None)
+            yield from harmony(source, tools if tool_parser == HARMONY else None, self._has_form)
             return
         if reasoning_parser == THINK and (unclosed := (yield from think(source, is_thinking))):
             if self._repeats and not source.is_cut:  # the model has answered, without thoughts
-                again = AnswerReader(tool_parser, None, tools)
+                again = AnswerReader(tool_parser, None, tools, has_form=self._has_form)
                 for part in (*again.push(unclosed.lstrip()), *again.finish(is_cut=False)):
                     yield replace(part, raw="")
             return
         if tools is not None and tool_parser is not None:
-            yield from _CALLS[tool_parser](source, tools)
-        while not source.ended or source.first:
-            if raw := source.rest():
-                yield content(raw)
-            yield None
+            yield from self._read_calls(tool_parser, tools)
+        yield from all_text(source, content)
+
+    def _read_calls(self, parser: str, tools: Tools) -> Steps[None]:
+        if not self._has_form or (yield from _calls(self._source, parser, tools)):
+            yield from _CALLS[parser](self._source, tools)
+
 
 
 def _call_left_open(parts: list[Part]) -> list[Part]:
@@ -139,3 +151,10 @@ def _call_left_open(parts: list[Part]) -> list[Part]:
     names = [place for place, part in enumerate(parts) if part.kind is Kind.NAME]
     last = parts[names[-1] :] if names else []
     return last if {part.kind for part in last} <= {Kind.NAME, Kind.ARGUMENTS} else []
+
+
+def _calls(source: Source, parser: str, tools: Tools) -> Steps[bool]:
+    """Whether an answer in a form is a call instead."""
+    if parser == "llama3_json":
+        return (yield from is_llama_call(source, tools))
+    return (yield from match_next(source, _BEGINS_CALL[parser])) is not None

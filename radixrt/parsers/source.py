@@ -157,6 +157,14 @@ def text_until(
         yield None
 
 
+def all_text(source: Source, made: Callable[[str], Part]) -> Steps[None]:
+    """Take what comes, to the end."""
+    while not source.ended or source.first:
+        if raw := source.rest():
+            yield made(raw)
+        yield None
+
+
 def match_next(source: Source, pattern: regex.Pattern[str]) -> Steps[regex.Match[str] | None]:
     """A match of the text that comes next, which is not taken; None if there is none.
 

@@ -126,7 +126,7 @@ class Bookkeeper:
         if not result.finite[i]:
             error = "the model computed values that are not finite"
             if request.params.allowed_token_ids is not None or request.bad_words or request.form is not None:
-                error += ", or its form, allowed_token_ids and bad_words left no token to draw"
+                error += ", or its form, allowed_token_ids, bad_words and min_new_tokens left no token to draw"
             self.finish(answer, FinishReason.ERROR, error)
             return [answer]
         start, end, num_scored = int(pass_.prefix_lens[i]), int(pass_.seq_lens[i]), int(pass_.num_scored[i])

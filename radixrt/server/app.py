@@ -205,6 +205,7 @@ class Server:
             tokenizer=self.runtime.tokenizer,
             name=self.name,
             chat_max_tokens=self._chat_max_tokens,
+            refusal=self.runtime.form_refusal,
         )
 
     async def _generate(self, request: Request, tenant: str | None) -> Response:

@@ -15,7 +15,7 @@ from radixrt.frontend.sampling_aliases import known_parameters, sampling_params_
 from radixrt.parsers.choosing import Parsers
 from radixrt.sampling_params import SamplingParams
 from radixrt.server.limits import Limits
-from radixrt.server.reading import Reading, reading_of, without_tools
+from radixrt.server.reading import FormRefusal, Reading, reading_of, without_tools
 from radixrt.text.chat import Chat
 from radixrt.text.tokenizer import Tokenizer
 
@@ -67,11 +67,13 @@ def read_asked(
     tokenizer: Tokenizer | None,
     name: str,
     chat_max_tokens: int | None = None,
+    refusal: FormRefusal = lambda form: None,
 ) -> Asked:
-    """What a body without what is null asks for; `name` is the model's where the body has none. A chat that gives
-    no maximum has `chat_max_tokens`, if there is such a default.
+    """What a body without what is null asks for. A chat that gives no maximum has `chat_max_tokens`, if there is
+    such a default.
 
-    Raises ParameterError, PromptError or TokenizerError, by name.
+    `name` is the model's where the body has none; `refusal` tells why a form cannot be one, or None. Raises
+    ParameterError, PromptError or TokenizerError, by name.
     """
     own = ("stream", "stream_options", *(("echo",) if url == COMPLETIONS else ()))
     rest = {name: value for name, value in given.items() if name not in own}
@@ -86,7 +88,7 @@ def read_asked(
     check_size(len(prompts), params.n, limits)
     reading = None
     if isinstance(prompts[0], Chat):
-        reading, params = reading_of(given, prompts[0], params, parsers, tokenizer)
+        reading, params = reading_of(given, prompts[0], params, parsers, tokenizer, refusal)
     return Asked(url, model_of(rest, limits, name), prompts, params, reading, is_echoed, *streaming)
 
 

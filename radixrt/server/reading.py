@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from radixrt.asked_form import FORM_FIELDS, AskedForm
 from radixrt.errors import ParameterError
 from radixrt.frontend.openai import is_cut
 from radixrt.frontend.tool_calls import NONE, asked_choice, asked_tools
 from radixrt.output import CompletionOutput
 from radixrt.parsers.choosing import Parsers
-from radixrt.parsers.forcing import forced_grammar
+from radixrt.parsers.forcing import TOKEN_TAGS, Syntax, call_or_form_grammar, forced_grammar
 from radixrt.parsers.names import TAGS, THINK
 from radixrt.parsers.reader import AnswerReader
 from radixrt.parsers.source import Part, Tools
@@ -19,6 +20,8 @@ from radixrt.parsers.thinking import is_within_thoughts, opens_thoughts
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.chat import Chat
 from radixrt.text.tokenizer import Tokenizer
+
+FormRefusal = Callable[[AskedForm], "str | None"]
 
 
 @dataclass(frozen=True)
@@ -30,16 +33,21 @@ class Reading:
         tools: what may be called, if anything.
         is_thinking: whether the prompt has opened the thoughts.
         said: the beginning of the answers, if a message goes on.
+        has_form: whether an answer that does not call is in a form.
     """
 
     parsers: Parsers
     tools: Tools | None
     is_thinking: bool
-    said: str
+    said: str = ""
+    has_form: bool = False
 
     def reader(self) -> AnswerReader:
         """Of one answer."""
-        return AnswerReader(self.parsers.tools, self.parsers.reasoning, self.tools, self.is_thinking, self.said)
+        parsers = self.parsers
+        return AnswerReader(
+            parsers.tools, parsers.reasoning, self.tools, self.is_thinking, said=self.said, has_form=self.has_form
+        )
 
     def parts(self, answer: CompletionOutput) -> list[Part]:
         """Of a whole answer."""
@@ -56,51 +64,60 @@ def without_tools(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def reading_of(
-    given: Mapping[str, Any], chat: Chat, params: SamplingParams, parsers: Parsers, tokenizer: Tokenizer | None
+    given: Mapping[str, Any],
+    chat: Chat,
+    params: SamplingParams,
+    parsers: Parsers,
+    tokenizer: Tokenizer | None,
+    refusal: FormRefusal = lambda form: None,
 ) -> tuple[Reading | None, SamplingParams]:
     """How answers to a chat are read, None where text stays as it is; and with which parameters they are made.
 
-    Raises ParameterError or PromptError by name, TokenizerError where the chat cannot be rendered.
+    `refusal` tells why a form cannot be one, or None. Raises ParameterError or PromptError by name, TokenizerError
+    where the chat cannot be rendered.
     """
     tools = asked_tools(given)
     choice = asked_choice(given, tools)
     if choice == NONE:
         tools = None
     is_read = params.skip_special_tokens and parsers != Parsers()  # else somebody wants the text as it is
-    if not isinstance(choice, str):
-        if parsers.tools is None:
-            raise ParameterError(
-                "tool_choice asks for a call, and no parser of this model's calls is chosen (--tool-parser)"
-            )
-        if not is_read:
-            raise ParameterError(
-                "tool_choice asks for a call, but skip_special_tokens is false: text stays as it is"
-            )
-        if params.form is not None:
-            raise ParameterError(
-                "tool_choice asks for a call, which has a form of its own; leave the other one out"
-            )
+    must_call = not isinstance(choice, str)
+    if must_call and parsers.tools is None:
+        raise ParameterError(
+            "tool_choice asks for a call, and no parser of this model's calls is chosen (--tool-parser)"
+        )
+    if must_call and not is_read:
+        raise ParameterError("tool_choice asks for a call, but skip_special_tokens is false: text stays as it is")
+    can_call = tools is not None and parsers.tools is not None
     if not is_read or (tools is None and parsers.reasoning is None):  # nothing is looked for
         return None, params
+    form = None if must_call else _form_of_content(params.form, can_call, refusal)
     is_thinking, said = False, ""
-    if tokenizer is not None and params.form is None:  # an answer in a form begins with that
+    # Without any parts the form is that of the whole answer, and that has no thoughts.
+    if tokenizer is not None and (must_call or form is not None or params.form is None):
         is_thinking, said = _beginning(chat, parsers, tokenizer)
-    reading = Reading(parsers, tools, is_thinking, said)
-    if not isinstance(choice, str):
+    goes_on_thinking = parsers.reasoning == THINK and is_within_thoughts(is_thinking, said)
+    syntax = Syntax(parsers.tools if can_call else None, parsers.reasoning, goes_on_thinking, _tag_ids(tokenizer))
+    if form is not None:  # which begins where the answer goes on
+        is_thinking, said = goes_on_thinking, ""
+    reading = Reading(parsers, tools, is_thinking, said, has_form=form is not None)
+    grammar = None
+    if must_call:
         assert tools is not None
-        assert parsers.tools is not None
         if reading.reader().has_open_call:
             raise ParameterError(
                 "tool_choice asks for a call, and the message that goes on ends within one; leave tool_choice out"
             )
-        grammar = forced_grammar(
-            parsers.tools,
-            parsers.reasoning,
-            {name: tools.parameters[name] for name in choice},
-            several=given["tool_choice"] == "required" and not tools.only_one,
-            is_thinking=parsers.reasoning == THINK and is_within_thoughts(is_thinking, said),
-        )
-        params = replace(params, grammar=grammar, form_engine="auto")
+        called = {name: tools.parameters[name] for name in choice}
+        several = given["tool_choice"] == "required" and not tools.only_one
+        grammar = forced_grammar(syntax, called, several=several)
+    elif form is not None:
+        offered = tools.parameters if tools is not None and can_call else {}
+        several = tools is not None and not tools.only_one
+        grammar = call_or_form_grammar(syntax, offered, form, several=several, can_be=_can_be(refusal))
+    if grammar is not None:
+        without: dict[str, Any] = {**dict.fromkeys(FORM_FIELDS), "json_object": False, "choice": ()}
+        params = replace(params, **{**without, "grammar": grammar, "form_engine": "auto"})
     if tokenizer is not None and _are_special(reading, tokenizer):
         params = replace(params, skip_special_tokens=False)
     return reading, params
@@ -123,3 +140,31 @@ def _are_special(reading: Reading, tokenizer: Tokenizer) -> bool:
     tags = [tag for name in names if name is not None for tag in TAGS[name]]
     texts = (tokenizer.decode(ids) for ids in tokenizer.encode_batch(tags, add_special_tokens=False))
     return any(tag not in text for tag, text in zip(tags, texts, strict=True))
+
+
+def _form_of_content(form: AskedForm | None, can_call: bool, refusal: FormRefusal) -> AskedForm | None:
+    """The form that is of an answer's content alone, beside calls and after thoughts; None: there is none.
+
+    A grammar is of the whole answer, with all its tags. Raises ParameterError for a form that can only be of the
+    whole, too, where calls would be impossible.
+    """
+    if form is None or form.kind == "grammar":
+        return None
+    why: str | None = f"form_engine is {form.engine!r}"
+    if form.engine != "xgrammar":
+        why = refusal(replace(form, engine="llguidance"))
+    if why is not None and can_call:
+        raise ParameterError(f"the {form.kind} cannot stand beside tools, which takes llguidance: {why}")
+    return form if why is None else None
+
+
+def _can_be(refusal: FormRefusal) -> Callable[[str], bool]:
+    return lambda grammar: refusal(AskedForm("grammar", grammar)) is None
+
+
+def _tag_ids(tokenizer: Tokenizer | None) -> dict[str, int]:
+    """The tags that are a token each. It may come behind a blank, which tokenizers put before a text."""
+    if tokenizer is None:
+        return {}
+    spelled = [(tag, tokenizer.encode(tag, add_special_tokens=False).tolist()) for tag in TOKEN_TAGS]
+    return {tag: token for tag, ids in spelled for token in ids if tokenizer.piece(token) == tag}

@@ -71,6 +71,10 @@ def schema(**given: Any) -> AskedForm:
         (schema(disallow="string"), "the schema has 'disallow', which would be ignored"),
         (schema(type="string", format="phone"), "llguidance: Unknown format: phone"),
         (schema(type="integer", minimum=5, maximum=3), "Unsatisfiable schema"),
+        (schema(**{"$ref": "#"}), "no text has it, or no token of the model spells how one begins$"),
+        (schema(oneOf=[{"type": "integer"}, {"type": "number"}]), "'oneOf' whose schemas may overlap .* 'anyOf'$"),
+        (AskedForm("grammar", "start: start"), "no text has it, or no token"),
+        (AskedForm("grammar", "start: <|a|>"), r'unknown special token: "<\|a\|>"'),
         (schema(**{"$ref": "#/$defs/none"}), "Pointer '/\\$defs/none' does not exist"),
         (schema(**{"$ref": "http://example.com/x"}), "http://example.com/x"),
     ],
@@ -270,6 +274,14 @@ def test_references_that_go_on_for_long() -> None:
 
 @NEEDS_LLGUIDANCE
 @pytest.mark.skipif(importlib.util.find_spec("xgrammar") is None, reason="xgrammar is not installed")
+@pytest.mark.parametrize("asked", [AskedForm("regex", "a**"), AskedForm("grammar", "root ::= x")])
+def test_reasons_of_xgrammar_name_no_place_in_its_code(compiler: FormCompiler, asked: AskedForm) -> None:
+    with pytest.raises(FormError, match=r"an answer: xgrammar: (Regex|EBNF) pars\w+ error at (position|line)"):
+        compiler.compile(AskedForm(asked.kind, asked.text, "xgrammar"), ENDS)
+
+
+@NEEDS_LLGUIDANCE
+@pytest.mark.skipif(importlib.util.find_spec("xgrammar") is None, reason="xgrammar is not installed")
 def test_a_schema_that_refers_to_itself_alone(compiler: FormCompiler) -> None:
     with pytest.raises(FormError, match="no text has it"):
         compiler.compile(AskedForm("json_schema", '{"$ref":"#"}', "xgrammar"), ENDS)
@@ -337,17 +349,36 @@ def test_what_xgrammar_would_ignore_is_refused(given: dict[str, Any], message: s
 
 
 @pytest.mark.parametrize(
-    ("pattern", "found"),
+    ("pattern", "found", "in_a_schema"),
     [
-        ("^a+(?:b|[^c])$", None),
-        (r"\$\^[$x]\d\w\.", None),
-        (r"a\b", r"\b"),
-        (r"(a)\1", r"\1"),
-        ("a^b", "^"),
-        ("a$b", "$"),
-        ("(?i)a", "(?"),
-        (r"\p{L}", r"\p"),
+        ("^a+(?:b|[^c])$", None, None),
+        (r"\$\^[$x]\d\w\.", None, None),
+        (r"a\b", r"\b", r"\b"),
+        (r"(a)\1", r"\1", r"\1"),
+        ("a^b", "^", "^"),
+        ("a$b", "$", "$"),
+        ("(?i)a", "(?", "(?"),
+        (r"\p{L}", r"\p", r"\p"),
+        (r"\x41\u0041\-\_\ \\", None, None),
+        (r"\x{41}", r"\x", r"\x"),
+        (r"\<a", r"\<", None),  # a border of a word in Rust's syntax, a bracket in a schema
+        (r"[\h]", r"\h", r"\h"),
+        (r"a\S", r"\S", None),  # of ASCII alone to xgrammar
+        (r"[\D]", r"\D", None),
+        (r"[^\w.]", r"[^\w.]", None),
+        (r"\a", None, r"\a"),  # the letter in a schema, a bell elsewhere
+        (r"[\^a]", r"[\^a]", r"[\^a]"),
+        ("[]a]", "[]", "[]"),
+        ("[^]a]", "[^]", "[^]"),
+        ("[[:alpha:]]", "[[:alpha:]", None),
+        ("[a&&b]", "[a&&b]", None),
+        (r"[\[a-]", None, None),
+        (r"[\x41a]", r"\x", r"\x"),  # whose digits would go on
+        ("[a", "[", "["),
+        (r"[a-\d]", r"[a-\d]", r"[a-\d]"),
+        ("\\", "\\", "\\"),
     ],
 )
-def test_patterns_that_xgrammar_would_misread(pattern: str, found: str | None) -> None:
+def test_patterns_that_xgrammar_would_misread(pattern: str, found: str | None, in_a_schema: str | None) -> None:
     assert misread_pattern(pattern) == found
+    assert misread_pattern(pattern, is_of_schema=True) == in_a_schema

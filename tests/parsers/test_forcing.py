@@ -10,7 +10,8 @@ pytest.importorskip("llguidance", reason="llguidance is not installed: pip insta
 
 from radixrt.errors import ParameterError
 from radixrt.forms.form_process import Refusal, llguidance_matcher, token_map
-from radixrt.parsers.forcing import forced_grammar
+from radixrt.forms.vocabulary import Vocabulary
+from radixrt.parsers.forcing import Syntax, forced_grammar
 from radixrt.text.tokenizer import load_tokenizer
 from tests.support.small_tokenizers import HARMONY_TOKENS, byte_level
 from tests.support.transcripts import CODER, HARMONY, HERMES, LLAMA, OSLO, TO_WEATHER, WEATHER, coder
@@ -24,8 +25,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("tokenizer")
     byte_level(("<s>", "</s>", *HARMONY_TOKENS, "<|constrain|>")).save_pretrained(folder)
     tokenizer = load_tokenizer(folder)
-    vocabulary = {"end_ids": [1], "serialized": tokenizer.serialized(), "size": tokenizer.vocab_size}
-    map_ = token_map(vocabulary)
+    map_ = token_map(Vocabulary(tokenizer.vocab_size, (1,), tokenizer.serialized()).as_json)
 
     def takes(grammar: str, text: str) -> bool:
         """Whether a text has the form, whole."""
@@ -36,8 +36,10 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return takes
 
 
-def forced(parser: str, reasoning: str | None = None, parameters: Any = PARAMETERS, **more: Any) -> str:
-    return forced_grammar(parser, reasoning, parameters, **{"several": True, "is_thinking": False, **more})
+def forced(
+    parser: str, reasoning: str | None = None, parameters: Any = PARAMETERS, several: bool = True, **more: Any
+) -> str:
+    return forced_grammar(Syntax(parser, reasoning, **more), parameters, several=several)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +109,6 @@ def test_blanks_have_an_end(tokens: Any) -> None:
     [
         ("hermes", {"type": "array"}, "weather.parameters is no schema of an object"),
         ("hermes", {"properties": {"a": {"nullable": True}}}, "weather.parameters cannot be forced: .*nullable"),
-        ("hermes", {"properties": {"a ::= b": {}}}, "a schema holds '::='"),
         ("qwen3_coder", {"properties": {}, "required": [["a"]]}, "parameters has a 'required' that is no list"),
         ("qwen3_coder", {"required": 5}, "parameters has a 'required' that is no list of names"),
         ("qwen3_coder", {"anyOf": []}, "weather.parameters has 'anyOf', which cannot be forced"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,8 @@ HARMONY_PARSERS = Parsers("harmony", "harmony")
 
 
 def saying(text: str, **more: Any) -> dict[str, Any]:
-    """What asks for an answer of this text alone."""
-    return {**ASK, "max_tokens": 500, "extra_body": {"choice": [text], **more}}
+    """What asks for an answer of this text alone, with its tags: a grammar is of the whole answer."""
+    return {**ASK, "max_tokens": 500, "extra_body": {"grammar": f"start: {json.dumps(text)}", **more}}
 
 
 def joined(chunks: Any) -> list[dict[str, Any]]:
@@ -250,7 +251,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required"}, "that needs tools"),
     ({"tools": TOOLS, "tool_choice": 1}, "tool_choice is 1; it must be"),
     ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls is 1"),
-    ({"tools": TOOLS, "tool_choice": "required", "regex": "a"}, "which has a form of its own"),
     ({"tools": TOOLS, "tool_choice": "required", "skip_special_tokens": False}, "skip_special_tokens is false"),
     (
         {
@@ -310,7 +310,8 @@ def test_tags_that_are_special_tokens(tmp_path: Path) -> None:
     [
         ({}, True),
         ({"chat_template_kwargs": {"enable_thinking": False}}, False),
-        ({"response_format": {"type": "json_object"}}, False),  # the answer has that form from its beginning
+        ({"response_format": {"type": "json_object"}}, True),  # the form is that of the content
+        ({"grammar": 'start: "a"'}, False),  # of the whole answer, from its beginning
         (
             {
                 "messages": [*ASK["messages"], {"role": "assistant", "content": "<think>a"}],
@@ -355,3 +356,90 @@ def test_models_that_have_no_tools(serving: Serving, runtime: Runtime, tmp_path:
         TokenizerError, match="the chat has 'tools', which the chat template of this checkpoint does"
     ):
         tokenizer.encode_chat(asked.prompts[0])  # type: ignore[arg-type]
+
+
+PLAN: dict[str, Any] = {
+    "type": "object",
+    "properties": {"plan": {"enum": ["stay", "go"]}, "name": {"enum": ["weather", "x"]}},
+    "required": ["plan", "name"],
+    "additionalProperties": False,
+}
+RESPONSE_FORMAT = {"type": "json_schema", "json_schema": {"name": "plan", "schema": PLAN}}
+
+
+def calls_and_contents(choices: Any) -> tuple[list[Any], list[str]]:
+    """What answers called, with checked arguments, and what the others said."""
+    calls, contents = [], []
+    for choice in choices:
+        message = choice.message
+        assert (message.content is None) == (choice.finish_reason == "tool_calls") == bool(message.tool_calls)
+        for call in message.tool_calls or ():
+            arguments = json.loads(call.function.arguments)
+            calls.append(call.function.name)
+            assert call.function.name in ("now", "odd") or arguments["city"] in ("Oslo", "Lima")
+        if message.content is not None:
+            contents.append(message.content)
+    return calls, contents
+
+
+@pytest.mark.parametrize(
+    "parsers",
+    [Parsers("hermes"), Parsers("llama3_json"), Parsers("qwen3_coder"), Parsers("hermes", "think")],
+    ids=str,
+)
+def test_calls_beside_a_form(parsers: Parsers, serving: Serving, runtime: Runtime) -> None:
+    """As agents ask: of many answers some call, all others have the form. A schema that cannot be kept is not."""
+    client = client_of(serving(Server(runtime, "built-in", parsers=parsers)))
+    odd = {"type": "function", "function": {"name": "odd", "parameters": {"type": "object", "not": {}}}}
+    asked: dict[str, Any] = {**ASK, "max_tokens": 120, "response_format": RESPONSE_FORMAT, "tools": [*TOOLS, odd]}
+    seen = client.chat.completions.create(**asked | {"n": 24, "temperature": 2.0, "seed": 3})
+    ended = [choice for choice in seen.choices if choice.finish_reason != "length"]
+    calls, contents = calls_and_contents(ended)
+    assert contents
+    assert calls
+    for content in contents:
+        assert json.loads(content).keys() == {"plan", "name"}
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        made = client.chat.completions.create(**asked | {"tools": TOOLS}, tool_choice=choice, seed=1).choices
+        assert made[0].message.tool_calls or made[0].finish_reason == "length"
+    (none,) = client.chat.completions.create(**asked, tool_choice="none").choices
+    assert none.message.tool_calls is None
+    assert none.finish_reason == "length" or json.loads(none.message.content or "")["plan"] in ("stay", "go")
+
+
+def test_calls_beside_other_forms(serving: Serving, runtime: Runtime) -> None:
+    client = client_of(serving())
+    assert runtime.tokenizer is not None
+    likely = {str(runtime.tokenizer.encode("a<", add_special_tokens=False)[-1]): 8}  # how calls begin
+    for form, allowed in (({"choice": ["yes", "no"]}, "yes|no"), ({"regex": "[0-3]/::=x"}, "[0-3]/::=x")):
+        asked = {
+            **ASK,
+            "max_tokens": 80,
+            "n": 16,
+            "temperature": 2.0,
+            "seed": 5,
+            "logit_bias": likely,
+            "tools": TOOLS,
+            "extra_body": form,
+        }
+        choices = client.chat.completions.create(**asked).choices
+        calls, contents = calls_and_contents(one for one in choices if one.finish_reason != "length")
+        assert calls
+        assert contents
+        assert all(re.fullmatch(allowed, content) for content in contents)
+
+
+def test_forms_that_cannot_stand_beside_tools(serving: Serving) -> None:
+    url = serving()
+    body = {**ASK, "tools": TOOLS, "max_tokens": 4}
+    for more, told in (
+        ({"json_schema": {"type": "object", "not": {}}}, "the json_schema cannot stand beside tools, which takes"),
+        ({"regex": "a", "form_engine": "xgrammar"}, "form_engine is 'xgrammar'"),
+        ({"regex": "("}, "unclosed group"),
+    ):
+        response = httpx.post(f"{url}/v1/chat/completions", json={**body, **more})
+        assert response.status_code == 400
+        assert told in response.json()["error"]["message"]
+        assert httpx.post(
+            f"{url}/v1/chat/completions", json={**body, **more, "tool_choice": "required"}
+        ).is_success

@@ -90,7 +90,7 @@ class Work:
         handed to the engine. Chats that give no maximum have `chat_max_tokens`, if there is such a default.
         """
         self._chat_max_tokens = chat_max_tokens
-        self._chats = ServedChats(parsers, self._runtime.tokenizer)
+        self._chats = ServedChats(parsers, self._runtime.tokenizer, self._runtime.form_refusal)
         self._on_submit = on_submit
 
     def opened(self, input_path: Path, output_path: Path) -> Batch:
