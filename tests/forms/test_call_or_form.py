@@ -16,7 +16,7 @@ from radixrt.errors import FormError, ParameterError
 from radixrt.forms.compiler import FormCompiler
 from radixrt.forms.vocabulary import Vocabulary
 from radixrt.frontend.tool_calls import message_of
-from radixrt.parsers.forcing import TAGS, Syntax, call_or_form_grammar, forced_grammar
+from radixrt.parsers.forcing import TOKEN_TAGS, Syntax, call_or_form_grammar, forced_grammar
 from radixrt.parsers.reader import AnswerReader
 from radixrt.parsers.source import Part, Tools
 from radixrt.text.tokenizer import Tokenizer, load_tokenizer
@@ -38,7 +38,7 @@ class Model:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.compiler = FormCompiler(Vocabulary(tokenizer.vocab_size, (1,), tokenizer.serialized()))
-        ids = {tag: tokenizer.encode(tag, add_special_tokens=False).tolist() for tag in TAGS}
+        ids = {tag: tokenizer.encode(tag, add_special_tokens=False).tolist() for tag in TOKEN_TAGS}
         self.ids = {tag: found[0] for tag, found in ids.items() if len(found) == 1}
 
     def can_be(self, grammar: str) -> bool:
@@ -73,7 +73,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     special = ("<s>", "</s>", *HARMONY_TOKENS, "<|constrain|>")
     fast = byte_level(special)
     if request.param == "tags are tokens":
-        fast.add_tokens([*TAGS])
+        fast.add_tokens([*TOKEN_TAGS])
     folder = tmp_path_factory.mktemp("tokenizer")
     fast.save_pretrained(folder)
     found = Model(load_tokenizer(folder))
@@ -85,16 +85,16 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def parts(parser: str, tools: Mapping[str, Any], text: str, *, cut: int = 0, **more: Any) -> list[Part]:
     reasoning = "harmony" if parser == "harmony" else "think"
     reader = AnswerReader(parser, reasoning, Tools(tools), has_form=True, **more)
-    return [*reader.push(text[:cut]), *reader.push(text[cut:]), *reader.finish()]
+    return [*reader.push(text[:cut]), *reader.push(text[cut:]), *reader.finish(is_cut=False)]
 
 
 def read(parser: str, tools: Mapping[str, Any], text: str, **more: Any) -> dict[str, Any]:
     """The message of an answer, wherever it is cut in two."""
-    whole = message_of(parts(parser, tools, text, **more))
+    whole = message_of(parts(parser, tools, text, **more))[0]
     for cut in range(0, len(text), 1 + len(text) // 40):
         streamed = parts(parser, tools, text, cut=cut, **more)
         assert "".join(part.raw for part in streamed) == text
-        assert without_ids(message_of(streamed)) == without_ids(whole), cut
+        assert without_ids(message_of(streamed)[0]) == without_ids(whole), cut
     return whole
 
 
