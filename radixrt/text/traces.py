@@ -54,7 +54,7 @@ def lost(variables: dict[str, Any], text: str, render: Render) -> list[Part]:
     missing, _ = _missing(variables, None, render)
     if not missing:
         return []
-    missing, marked = _missing(variables, missing, render)
+    missing, marked = _missing(variables, frozenset(missing), render)
     if not missing or (marked is not None and _MARK.sub("", marked) == text):
         return missing
     search = _Search(text)

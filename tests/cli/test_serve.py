@@ -32,6 +32,7 @@ from tests.support.serving import Served, until
         (["--model-name", ""], "model_name is empty"),
         (["--port", "70000"], "port is 70000; it must be 0 to 65535"),
         (["--max-pending", "0"], "max_pending is 0"),
+        (["--default-max-tokens", "0"], "default_max_tokens is 0"),
         (["--admin-socket", "short"], "short is there and is no socket; give another name"),
         (["--admin-socket", "nothing/there"], "the server cannot listen at nothing/there: No such file"),
         (["--admin-socket", "n" * 200], "AF_UNIX path too long"),

@@ -248,9 +248,7 @@ def test_prompts_that_are_all_too_long_are_told_as_that(builder: RequestBuilder)
         with pytest.raises(PromptError) as error:
             builder.build_all(prompts, None, True, None, None, "raise")
         assert type(error.value) is kind
-    with pytest.raises(
-        ContextLengthError, match="the prompt has 20 tokens, but this model's max"
-    ):
+    with pytest.raises(ContextLengthError, match="the prompt has 20 tokens, but this model's max"):
         builder.build_streamed([1] * 20, None, None, None)
 
 
