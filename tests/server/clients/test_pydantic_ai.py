@@ -1,0 +1,128 @@
+"""Pydantic AI's agents at a server."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pydantic_ai", reason="pydantic-ai-slim is not installed: make test-clients")
+
+from pydantic_ai import (
+    Agent,
+    ModelContextWindowExceededError,
+    ModelRetry,
+    NativeOutput,
+    PromptedOutput,
+    TextOutput,
+    ToolOutput,
+)
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
+
+from tests.server.clients.weather import (
+    ANSWER,
+    CALL,
+    CONTEXT_ERROR,
+    CUT,
+    CUT_ARGUMENTS,
+    FORECAST,
+    LONG,
+    QUESTION,
+    RAIN,
+    Forecast,
+    weather,
+)
+from tests.support.scripted import Script
+from tests.support.serving import Serving
+
+FINAL = f'<tool_call>\n{{"name": "final_result", "arguments": {FORECAST}}}\n</tool_call>'
+FOUND = Forecast(city="Oslo", days=3, is_wet=True)
+
+
+def agent_of(url: str, **more: Any) -> Agent[None, Any]:
+    model = OpenAIChatModel("any", provider=OpenAIProvider(base_url=f"{url}/v1", api_key="none"))
+    return Agent(model, **{"instructions": "You tell the weather.", "tools": [weather], **more})
+
+
+def run(agent: Agent[None, Any], asked: str, is_streamed: bool, **more: Any) -> tuple[Any, list[Any]]:
+    """What a run comes to, and all messages."""
+
+    async def streamed() -> tuple[Any, list[Any]]:
+        async with agent.run_stream(asked, **more) as result:
+            outputs = [output async for output in result.stream_output(debounce_by=None)]
+            assert len(outputs) > 2
+            return outputs[-1], result.all_messages()
+
+    if is_streamed:
+        return asyncio.run(streamed())
+    result = agent.run_sync(asked, **more)
+    return result.output, result.all_messages()
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_tools(is_streamed: bool, serving: Serving, script: Script) -> None:
+    script.says(CALL, ANSWER, "Rain.")
+    agent = agent_of(serving())
+    output, messages = run(agent, QUESTION, is_streamed)
+    assert output == ANSWER
+    assert RAIN in script.prompts[1]
+    assert agent.run_sync("And now?", message_history=messages).output == "Rain."
+    assert ANSWER in script.prompts[2]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("kind", [ToolOutput, NativeOutput, PromptedOutput])
+def test_a_form_beside_tools(kind: Any, is_streamed: bool, serving: Serving, script: Script) -> None:
+    """As a tool that must be called, as a response_format, and told in the prompt."""
+    script.says(CALL, FINAL if kind is ToolOutput else FORECAST)
+    output_type = kind(Forecast, name="final_result") if kind is ToolOutput else kind(Forecast)
+    output, _ = run(agent_of(serving(), output_type=output_type), QUESTION, is_streamed)
+    assert output == FOUND
+    assert RAIN in script.prompts[1]
+
+
+def test_a_form_or_text(serving: Serving, script: Script) -> None:
+    agent = agent_of(serving(), output_type=[Forecast, TextOutput(str.upper)])
+    script.says(FINAL)
+    assert run(agent, QUESTION, False)[0] == FOUND
+    script.says("No.")
+    assert run(agent, QUESTION, False)[0] == "NO."
+
+
+def test_several_calls(serving: Serving, script: Script) -> None:
+    lima = CALL.replace("Oslo", "Lima")
+    script.says(f"{CALL}\n{lima}", ANSWER)
+    assert run(agent_of(serving()), QUESTION, False)[0] == ANSWER
+    assert RAIN in script.prompts[1]
+    assert RAIN.replace("Oslo", "Lima") in script.prompts[1]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_malformed_call(is_streamed: bool, serving: Serving, script: Script) -> None:
+    """The agent tells the model what is wrong, and asks again with that call in the history."""
+    script.says(CUT, CALL, ANSWER)
+    assert run(agent_of(serving()), QUESTION, is_streamed)[0] == ANSWER
+    assert CUT_ARGUMENTS in script.prompts[1]
+    assert "Invalid JSON" in script.prompts[1]
+
+
+def test_an_answer_that_is_refused(serving: Serving, script: Script) -> None:
+    agent = agent_of(serving(), output_type=NativeOutput(Forecast), retries=1)
+
+    @agent.output_validator
+    def of_five_days(found: Forecast) -> Forecast:
+        if found.days != 5:
+            raise ModelRetry("it must be of 5 days")
+        return found
+
+    script.says(FORECAST, FORECAST.replace("3", "5"))
+    assert run(agent, QUESTION, False)[0].days == 5
+    assert "it must be of 5 days" in script.prompts[1]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_too_long_a_context(is_streamed: bool, serving: Serving, script: Script) -> None:
+    with pytest.raises(ModelContextWindowExceededError, match=CONTEXT_ERROR):
+        run(agent_of(serving()), LONG, is_streamed)

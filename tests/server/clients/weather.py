@@ -1,0 +1,32 @@
+"""What the sessions of all clients are about."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, Field
+
+CONTEXT_ERROR = "maximum context length"
+LONG = "Oslo is wet. " * 2000  # more tokens than the context has
+QUESTION, RAIN = "Does it rain in Oslo?", "It rains in Oslo for 3 days."
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}\n</tool_call>'
+CUT = '<tool_call>\n{"name": "weather", "arguments": {"city": "Os'
+CUT_ARGUMENTS = '{"city": "Os'
+ANSWER = "Yes, it rains, for 3 days; and it goes on: " + "drop, " * 40 + "stop."  # as long as no client asks for
+FORECAST = '{"city": "Oslo", "days": 3, "is_wet": true}'
+
+
+class Forecast(BaseModel):
+    """A forecast."""
+
+    city: str
+    days: int = Field(description="how many")
+    is_wet: bool
+
+
+def weather(city: str, days: int) -> str:
+    """The weather of a city.
+
+    Args:
+        city: its name.
+        days: how many.
+    """
+    return f"It rains in {city} for {days} days."
