@@ -1,7 +1,7 @@
-"""A Runtime whose model wants to say given texts: clients' sessions can be told beforehand.
+"""A Runtime whose model says given texts: sessions of clients can be told beforehand.
 
-Its engine, its forms, its parsers and its server are the real ones. What it wants to say is drawn as far as the
-request's form allows it; otherwise the model, which is tiny and random, draws by itself.
+Its engine, forms, parsers and server are the real ones. A text comes token by token, as far as the form of its request
+allows it; an answer fails where the form refuses what is to be said next.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from radixrt.forms.matcher import WORD_BITS, Form, Matcher, Matchers, OneByOne
 from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.runtime import Runtime
 from radixrt.schedule.request import Request
-from radixrt.text.tokenizer import Tokenizer
 from tests.support.chat_templates import HERMES
 from tests.support.checkpoints import llama, write
 from tests.support.small_tokenizers import chat_tokenizer
@@ -36,25 +35,17 @@ class Script:
 
     Attributes:
         texts: to be said, one for each request in the order in which they come.
-        refused: what it wanted to say next where the form did not allow that.
         prompts: of the requests, as the model sees them.
         requests: as they run.
     """
 
     texts: deque[str] = field(default_factory=deque)
-    refused: list[str] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
 
     def says(self, *texts: str) -> None:
         """Begin anew, with these texts."""
-        self.texts = deque(texts)
-        self.refused, self.prompts, self.requests = [], [], []
-
-    def check_said(self) -> None:
-        """All was said as it was to be."""
-        assert not self.texts
-        assert not self.refused
+        self.texts, self.prompts, self.requests = deque(texts), [], []
 
 
 def scripted_runtime(folder: Path, script: Script, template: str = HERMES) -> Runtime:
@@ -76,35 +67,21 @@ class _Builder(RequestBuilder):
         request = super().build(*arguments, **options)
         assert self.tokenizer is not None
         self.script.prompts.append(self.tokenizer.decode(request.prompt_ids, skip_special_tokens=False))
-        wanted = _Wanted(self.script, self.script.texts.popleft(), self.tokenizer, self.end)
-        request = replace(request, form=_Said(self.config.vocab_size, request.form, wanted))
+        text = self.script.texts.popleft()
+        tokens = [*self.tokenizer.encode(text, add_special_tokens=False).tolist(), self.end]
+        request = replace(request, form=_Said(self.config.vocab_size, request.form, text, tokens))
         self.script.requests.append(request)
         return request
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    script: Script
-    text: str
-    tokenizer: Tokenizer
-    end: int
-
-    def next_after(self, tokens: list[int]) -> int | None:
-        """The token that is to follow; None where something else was said."""
-        told = self.tokenizer.decode(tokens, skip_special_tokens=False)
-        if not self.text.startswith(told):
-            return None
-        rest = self.tokenizer.encode(self.text[len(told) :], add_special_tokens=False) if told != self.text else ()
-        return int(rest[0]) if len(rest) else self.end
-
-
-@dataclass(frozen=True)
 class _Said:
-    """A form in which what is wanted comes, as long as the form of the request allows that."""
+    """A form that takes one text, as long as the form of the request does."""
 
     vocab_size: int
     inner: Form | None
-    wanted: _Wanted
+    text: str
+    tokens: list[int]
 
     def matcher(self) -> _Matcher:
         return _Matcher(self, None if self.inner is None else self.inner.matcher())
@@ -117,34 +94,29 @@ class _Said:
 class _Matcher:
     form: _Said
     inner: Matcher | None
-    tokens: list[int] = field(default_factory=list)
+    num_said: int = 0
 
     @property
     def is_complete(self) -> bool:
-        return self.inner is not None and self.inner.is_complete
+        return self.num_said == len(self.form.tokens) or (self.inner is not None and self.inner.is_complete)
 
     def push(self, token_id: int) -> None:
+        if token_id != self.form.tokens[self.num_said]:
+            raise ValueError(f"the form refuses token {self.num_said} of {self.form.text!r}")
         if self.inner is not None:
             self.inner.push(token_id)
-        self.tokens.append(token_id)
+        self.num_said += 1
 
     def forced(self) -> list[int]:
         return []  # each token is an event of a stream
 
 
 def _fill_row(matcher: _Matcher, masks: Int32Array, row: int) -> None:
-    form, wanted = matcher.form, matcher.form.wanted
+    word, bit = divmod(matcher.form.tokens[matcher.num_said], WORD_BITS)
     masks[row] = -1
     if matcher.inner is not None:
-        assert form.inner is not None
-        form.inner.joined({row: matcher.inner}).fill(masks)
-    token = wanted.next_after(matcher.tokens)
-    if token is None:
-        return
-    if not masks[row, token // WORD_BITS] >> token % WORD_BITS & 1:
-        told = wanted.tokenizer.decode(matcher.tokens, skip_special_tokens=False)
-        wanted.script.refused.append(wanted.text[len(told) :])
-        return
-    masks[row] = 0
-    masks[row].view(np.uint32)[token // WORD_BITS] = 1 << token % WORD_BITS
-
+        assert matcher.form.inner is not None
+        matcher.form.inner.joined({row: matcher.inner}).fill(masks)
+    if masks[row].view(np.uint32)[word] >> bit & 1:
+        masks[row] = 0
+        masks[row].view(np.uint32)[word] = 1 << bit

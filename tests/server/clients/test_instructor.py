@@ -13,12 +13,12 @@ instructor = pytest.importorskip("instructor", reason="instructor is not install
 
 from instructor.core import InstructorRetryException
 
-from tests.server.clients.weather import CONTEXT_ERROR, CUT_ARGUMENTS, FORECAST, LONG, QUESTION, Forecast
+from tests.server.clients.weather import CONTEXT_ERROR, FORECAST, LONG, QUESTION, Forecast
 from tests.support.scripted import Script
 from tests.support.serving import Serving, client_of
 
 ASKED: list[Any] = [{"role": "user", "content": QUESTION}]
-FOUND = Forecast(city="Oslo", days=3, is_wet=True)
+FOUND = {"city": "Oslo", "days": 3, "is_wet": True}
 MODES = ("TOOLS", "JSON_SCHEMA", "JSON", "MD_JSON")
 
 
@@ -42,16 +42,16 @@ def test_forms(mode: str, serving: Serving, script: Script) -> None:
     script.says(said(mode, FORECAST))
     chat = asking(serving(), mode).chat.completions
     found, response = chat.create_with_completion(model="any", messages=ASKED, response_model=Forecast)
-    assert found == FOUND
+    assert found.model_dump() == FOUND
     assert response.usage.prompt_tokens == len(script.requests[0].prompt_ids)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_streams(mode: str, serving: Serving, script: Script) -> None:
-    script.says(said(mode, FORECAST))
+    script.says(said(mode, FORECAST, "PartialForecast"))
     parts = [*asking(serving(), mode).create_partial(model="any", messages=ASKED, response_model=Forecast)]
     assert len(parts) > 3
-    assert parts[-1].model_dump() == FOUND.model_dump()
+    assert parts[-1].model_dump() == FOUND
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -92,13 +92,20 @@ def test_several_calls(serving: Serving, script: Script) -> None:
 
 
 def test_a_malformed_call(serving: Serving, script: Script) -> None:
-    """It was cut by its length in an earlier turn."""
-    script.says(call(FORECAST)[:-30], call(FORECAST))
+    """It was cut by its length; the next turn has it in its history."""
+    script.says(call(FORECAST), call(FORECAST))
     chat = asking(serving(), "TOOLS").chat.completions
-    client = client_of("http://127.0.0.1")
-    assert client is not None
-    assert chat.create(model="any", messages=ASKED, response_model=Forecast, max_retries=2) == FOUND
-    assert CUT_ARGUMENTS in script.prompts[1]
+    with pytest.raises(InstructorRetryException) as error:
+        chat.create(model="any", messages=ASKED, response_model=Forecast, max_retries=0, max_tokens=60)
+    (choice,) = error.value.last_completion.choices
+    assert choice.finish_reason == "length"
+    (cut,) = choice.message.tool_calls
+    assert FORECAST.startswith(cut.function.arguments)
+    told = {"role": "tool", "tool_call_id": cut.id, "content": "It was cut."}
+    history = [*ASKED, choice.message.model_dump(), told]
+    found = chat.create(model="any", messages=history, response_model=Forecast, max_retries=0)
+    assert found.model_dump() == FOUND
+    assert cut.function.arguments in script.prompts[1]
 
 
 @pytest.mark.parametrize("mode", MODES)

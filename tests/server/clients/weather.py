@@ -10,7 +10,7 @@ QUESTION, RAIN = "Does it rain in Oslo?", "It rains in Oslo for 3 days."
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}\n</tool_call>'
 CUT = '<tool_call>\n{"name": "weather", "arguments": {"city": "Os'
 CUT_ARGUMENTS = '{"city": "Os'
-ANSWER = "Yes, it rains, for 3 days; and it goes on: " + "drop, " * 40 + "stop."  # as long as no client asks for
+ANSWER = "Yes, it rains, for 3 days; and it goes on: " + "drop, " * 20 + "stop."  # longer than 128 tokens
 FORECAST = '{"city": "Oslo", "days": 3, "is_wet": true}'
 
 
