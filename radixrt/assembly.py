@@ -202,6 +202,7 @@ def _assembled(
             decoder.config.context_length,
             config.run_seed,
             scheduler.refusal,
+            kv_pool.allocator.capacity,
             defaults=defaults,
         ),
         model=LoadedModel(rank, storage, followers),

@@ -71,6 +71,14 @@ def refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
+def finite(text: str) -> float:
+    """A number as JSON has it, as a float. Raises ValueError where no float holds it."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{short(text)} is out of range")
+    return value
+
+
 def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object. Raises ValueError where a key appears twice."""
     value = dict(pairs)
@@ -78,6 +86,21 @@ def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"key {short(repr(key))} appears twice")
     return value
+
+
+def nests_deeper(value: object, limit: int) -> bool:
+    """Whether lists and objects nest more than `limit` deep."""
+    level = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(limit):
+        if not level:
+            return False
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, (dict, list))
+        ]
+    return bool(level)
 
 
 def kind(value: object) -> str:

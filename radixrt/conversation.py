@@ -176,7 +176,7 @@ class Conversation:
         else:
             refusal = refusal_of_length(self._tokenizer, self._unsaid + text, self._runtime.context_length)
         if refusal is not None:
-            raise PromptError(f"the prompt {refusal}")
+            raise type(refusal)(f"the prompt {refusal}")
         if self._tokenizer.has_chat_template:
             full = self._tokenizer.encode_chat(chat).tolist()
             ids = splice(self._tokenizer, self._ids, full)

@@ -22,6 +22,10 @@ class PromptError(RadixrtError, ValueError):
     """One or more prompts of a call cannot be run; the message names each of them. Nothing has run."""
 
 
+class ContextLengthError(PromptError):
+    """A prompt has more tokens than the context takes, or a list of prompts has none but such."""
+
+
 class ModelError(RadixrtError):
     """A model folder, its config or its weights cannot be used."""
 

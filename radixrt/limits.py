@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from radixrt.errors import ParameterError
 
+EXPECTED_TOKENS = 1024  # at most, of an answer before others have ended: its own limit may be the whole context
+
 HANG_SECONDS = (
     600.0  # without the end of a pass, after which a replica counts as lost; the first may compile for long
 )

@@ -102,8 +102,11 @@ def _all_sound(
     if greatest >= builder.config.vocab_size:
         return None
     most = np.array([each.max_new_tokens for each in kinds], np.int64)[kind]
+    is_open = np.array([each.is_open for each in kinds])[kind]
     num_answers = np.array([each.n for each in kinds], np.int64)[kind]
-    demands = Demands.of(lengths, np.minimum(most, builder.context_length - lengths), num_answers)
+    room = builder.context_length - lengths
+    room = np.where(is_open, np.minimum(room, (builder.pool_tokens - lengths + 1).clip(min=1)), room)
+    demands = Demands.of(lengths, np.minimum(most, room), num_answers)
     store, request_ids = TokenStore(tokens, offsets), own or builder.new_ids(len(ids))
     return Listed(builder, store, demands, models, kind.tolist(), request_ids, call)
 

@@ -41,6 +41,7 @@ from radixrt.frontend.arguments import (
     listed_prompts,
     read_params,
 )
+from radixrt.frontend.sampling_aliases import chosen_length
 from radixrt.listed import Listed, listed_requests
 from radixrt.output import RequestOutput, ScoreOutput, StreamChunk
 from radixrt.sampling_params import SamplingParams
@@ -467,7 +468,9 @@ class Runtime:
         """
         from radixrt.batch.job import run_batch  # rich, for its report, takes a tenth of a second to import
 
-        options["default_params"] = read_params(options.get("default_params"), self.default_params)
+        given = options.get("default_params")
+        options.setdefault("chat_max_tokens", chosen_length(given, self.default_params))
+        options["default_params"] = read_params(given, self.default_params)
         return run_batch(self, input_path, output_path, **options)
 
     # -- pass by pass --------------------------------------------------------------------------------------
@@ -579,7 +582,7 @@ class Runtime:
         try:
             ids = self._builder.token_ids(prompt_ids)
         except PromptError as error:
-            raise PromptError(f"the prompt {error}") from error
+            raise type(error)(f"the prompt {error}") from error
         return cache.usable(cache.match(self._builder.namespace(None), ids, len(ids))).length
 
     def print_tree(self, *, max_nodes: int = 200, console: Console | None = None) -> None:

@@ -268,6 +268,11 @@ class SamplingParams:
         _take(own, own.copy())
 
     @property
+    def is_open(self) -> bool:
+        """Whether only the end of the context ends an answer that does not end by itself."""
+        return self.max_new_tokens == MAX_NEW_TOKENS
+
+    @property
     def form(self) -> AskedForm | None:
         """The form that answers are to have."""
         if self.json_schema is not None or self.json_object:

@@ -38,6 +38,7 @@ from radixrt.frontend.arguments import read_params
 from radixrt.planning.batch_plan import BatchPlan
 from radixrt.report.batch_report import BatchReport
 from radixrt.report.files import ReportError, ReportFiles
+from radixrt.sampling_params import MAX_NEW_TOKENS
 from radixrt.text.token_spelling import TokenSpelling
 from radixrt.text.tokenizer import Tokenizer
 
@@ -179,7 +180,7 @@ class Batch:
             BatchInterrupted: Ctrl-C or SIGTERM.
         """
         options = self.options
-        parser = parser or LineParser(self.default_params)
+        parser = parser or LineParser(self.default_params, chat_max_tokens=options.chat_max_tokens)
         with (
             _interrupted("stopping; nothing has run in this call", interrupt) as interrupted,
             reading_bar(self._input, options.progress) as bar,
@@ -352,6 +353,8 @@ class ScannedBatch:
                 yield output
             return
         settings: dict[str, Any] = {"seed": seed, CUTS: self.lines.cuts_hash}
+        if batch.options.chat_max_tokens not in (None, MAX_NEW_TOKENS, batch.default_params.max_new_tokens):
+            settings["chat_max_tokens"] = batch.options.chat_max_tokens  # else it shows in others
         if batch.options.strict_form:
             settings["strict_form"] = True
         manifest = Manifest(

@@ -13,6 +13,7 @@ from radixrt.engine.signals import DRAIN_SECONDS
 from radixrt.errors import ParameterError
 from radixrt.frontend.arguments import Params
 from radixrt.report.files import Paths
+from radixrt.sampling_params import MAX_NEW_TOKENS
 
 Order = Literal["planned", "file"]
 
@@ -21,6 +22,7 @@ class BatchOptions(TypedDict, total=False):
     """Keyword arguments of a batch; `BatchConfig` has their meaning and defaults."""
 
     default_params: Params
+    chat_max_tokens: int | None
     overwrite: bool
     restart: bool
     strict: bool
@@ -42,6 +44,8 @@ class BatchConfig:
 
     Attributes:
         default_params: parameters of lines that give none, also as a dict; None: those of `SamplingParams()`.
+        chat_max_tokens: max_tokens of chats in OpenAI's format that give none; None: that of `default_params`, or
+            all that the context leaves if these do not give it.
         overwrite: replace an existing output.
         restart: discard the records of an earlier run, of whatever input.
         strict: run nothing if a line is bad.
@@ -66,6 +70,7 @@ class BatchConfig:
     """
 
     default_params: Params = None
+    chat_max_tokens: int | None = None
     overwrite: bool = False
     restart: bool = False
     strict: bool = False
@@ -88,6 +93,8 @@ class BatchConfig:
             raise ParameterError(f"order is {self.order!r}; it must be 'planned' or 'file'")
         if self.max_error_rate is not None:
             check_float("max_error_rate", self.max_error_rate, 0.0, 1.0)
+        if self.chat_max_tokens is not None:
+            check_int("chat_max_tokens", self.chat_max_tokens, 1, MAX_NEW_TOKENS)
         if self.created is not None:
             check_int("created", self.created, 0, 2**63 - 1)
         check_float("drain_seconds", self.drain_seconds, 0.0, 1e6)

@@ -13,7 +13,7 @@ import numpy as np
 
 from radixrt.arrays import BoolArray, Int32Array, Int64Array
 from radixrt.batch.dispatch import Dispatch
-from radixrt.batch.formats.record import LineError, LineErrorType, Reply
+from radixrt.batch.formats.record import LineError, LineErrorType, Reply, type_of_prompt_error
 from radixrt.batch.lanes import Handout, Lane
 from radixrt.batch.meter import Meter, MeteredRuntime, progress_bar
 from radixrt.batch.options import BatchConfig
@@ -359,7 +359,7 @@ class BatchRun(Generic[R]):
         is_too_long = scan.too_long(positions, limits.pool_tokens)
         too_long, positions = positions[is_too_long], positions[~is_too_long]
         self._plan = plan = self._plan_of(positions)
-        num_answers = scan.demands.num_answers
+        num_answers = scan.demands().num_answers
         if self._options.order == "file":
             pieces = Pieces.alike(len(positions))
             return _PlannedLines(too_long, positions, None, pieces, num_answers, self._handout(pieces))
@@ -396,7 +396,7 @@ class BatchRun(Generic[R]):
         stats = self._runtime.cache_stats()
         is_empty = stats.free == stats.capacity and not stats.host_tokens
         held = None if is_empty or not self._runtime.reuses_prefixes else self._runtime.cached_len
-        return plan_batch(self._scan.tokens, self._scan.demands, positions, held)
+        return plan_batch(self._scan.tokens, self._scan.demands(self._runtime.limits.pool_tokens), positions, held)
 
     def _goes_on(self) -> bool:
         """Submit waiting lines, unless the batch is interrupted. Whether there is a pass to run or to wait for."""
@@ -439,7 +439,7 @@ class BatchRun(Generic[R]):
                 request = self._runtime.prepare(tokens, sound.sampling_params, index=number, keep=line.keep)
             except (PromptError, ParameterError) as error:  # such as one too long for the KV pool
                 if line.part is None or not line.part.first:  # the others are refused, too
-                    why = LineError(LineErrorType.INVALID_PROMPT, f"the prompt {error}", sound.reply)
+                    why = LineError(type_of_prompt_error(error), f"the prompt {error}", sound.reply)
                     self._records.refuse(line.position, why)
                 self._end(lane, line)
                 continue
@@ -572,4 +572,4 @@ def batch_report(
 
 def plan_of(scan: Scan, lines: BoolArray) -> BatchPlan:
     """A plan of some lines, `[N]`, from an empty cache."""
-    return plan_batch(scan.tokens, scan.demands, np.flatnonzero(lines))
+    return plan_batch(scan.tokens, scan.demands(), np.flatnonzero(lines))

@@ -19,13 +19,21 @@ import numpy as np
 
 from radixrt.arrays import BoolArray, Int32Array, Int64Array
 from radixrt.batch.formats.line_format import LineParser
-from radixrt.batch.formats.record import FORM_ENGINE, InputRecord, LineError, LineErrorType, Reply
+from radixrt.batch.formats.record import (
+    FORM_ENGINE,
+    InputRecord,
+    LineError,
+    LineErrorType,
+    Reply,
+    type_of_prompt_error,
+)
 from radixrt.batch.formats.source import BadLine
 from radixrt.errors import ParameterError, PromptError, TokenizerError
 from radixrt.files.disk import file_error, new_file
+from radixrt.limits import EXPECTED_TOKENS
 from radixrt.planning.demands import Demands
 from radixrt.planning.token_store import TokenStore, TokenWriter
-from radixrt.sampling_params import SamplingParams
+from radixrt.sampling_params import MAX_NEW_TOKENS, SamplingParams
 from radixrt.text.chat import Chat
 from radixrt.text.excess import refusal_of_chat, refusal_of_length
 from radixrt.text.tokenizer import Tokenizer
@@ -81,6 +89,7 @@ class Scan:
         lines: `[N]`, the place of each in the file, from 0.
         tokens: their prompts; bad lines have none.
         new_tokens: `[N]`, maximum length of each answer in tokens; 0 for bad lines.
+        is_open: `[N]`, whether that is what the context leaves.
         num_answers: `[N]`, answers to each prompt.
         match_limits: `[N]`, leading tokens of each prompt that may come from the cache: see `Demands`.
         is_bad: `[N]`, whether a line cannot run.
@@ -96,6 +105,7 @@ class Scan:
     lines: Int64Array
     tokens: TokenStore
     new_tokens: Int32Array
+    is_open: BoolArray
     num_answers: Int32Array
     match_limits: Int32Array
     is_bad: BoolArray
@@ -110,14 +120,21 @@ class Scan:
     def __len__(self) -> int:
         return len(self.lines)
 
-    @property
-    def demands(self) -> Demands:
-        """What each line asks for, if each answer has its maximum of tokens."""
-        return Demands.of(self.tokens.lengths, self.new_tokens, self.num_answers, self.match_limits)
+    def demands(self, pool_tokens: int = MAX_NEW_TOKENS) -> Demands:
+        """What each line asks for, if each answer has its maximum of tokens. An open one is expected to have some,
+        as far as the pool has room.
+        """
+        lengths = self.tokens.lengths
+        expected = np.minimum(EXPECTED_TOKENS, (pool_tokens - lengths + 1).clip(min=1))
+        new_tokens = np.where(self.is_open, np.minimum(self.new_tokens, expected), self.new_tokens)
+        return Demands.of(lengths, new_tokens, self.num_answers, self.match_limits)
 
     def too_long(self, positions: Int64Array, pool_tokens: int) -> BoolArray:
-        """Whether an answer to each of these lines may need more than so many slots of a KV pool."""
-        needed = self.tokens.lengths[positions] + np.maximum(1, self.new_tokens[positions]) - 1
+        """Whether an answer to each of these lines may need more than so many slots of a KV pool; an open one ends
+        with it.
+        """
+        new_tokens = np.where(self.is_open[positions], 1, self.new_tokens[positions])
+        needed = self.tokens.lengths[positions] + np.maximum(1, new_tokens) - 1
         too_long: BoolArray = needed > pool_tokens
         return too_long
 
@@ -195,7 +212,9 @@ class _Writer:
         self._cuts_hash, self._has_cuts = hashlib.blake2b(digest_size=16), False
         self._block: list[tuple[int, InputRecord | LineError]] = []
         self._ids: set[bytes] = set()  # hashes of the sound lines' custom_ids
-        self._columns: list[tuple[int, int, int, int, bool]] = []  # line, new tokens, answers, match limit, bad
+        self._columns: list[
+            tuple[int, int, int, int, bool, bool]
+        ] = []  # line, new tokens, answers, match limit, bad
         self._blocks: list[Int64Array] = []
         self._ends: list[Int64Array] = [np.zeros(1, np.int64)]
         self._end = 0
@@ -239,13 +258,13 @@ class _Writer:
             self._file.write(b"".join(entries))
         self._ends.append(self._end + np.cumsum([len(entry) for entry in entries], dtype=np.int64))
         self._end = int(self._ends[-1][-1]) if entries else self._end
-        self._blocks.append(np.array(self._columns, dtype=np.int64).reshape(-1, 5))
+        self._blocks.append(np.array(self._columns, dtype=np.int64).reshape(-1, 6))
         self._columns = []
 
     def finish(self) -> Scan:
         with self._refusals():
             self._file.close()
-        columns = np.concatenate([np.zeros((0, 5), np.int64), *self._blocks])
+        columns = np.concatenate([np.zeros((0, 6), np.int64), *self._blocks])
         return Scan(
             lines=columns[:, 0].copy(),
             tokens=self._tokens.finish(),
@@ -253,6 +272,7 @@ class _Writer:
             num_answers=columns[:, 2].astype(np.int32),
             match_limits=columns[:, 3].astype(np.int32),
             is_bad=columns[:, 4].astype(np.bool_),
+            is_open=columns[:, 5].astype(np.bool_),
             input_hash=self._hash.hexdigest(),
             tokens_hash=self._tokens_hash.hexdigest(),
             cuts_hash=self._cuts_hash.hexdigest() if self._has_cuts else None,
@@ -274,7 +294,7 @@ class _Writer:
                     raise ids
                 checked = self._check(record.prompt if ids is None else ids, record.sampling_params, line)
             except PromptError as error:
-                raise LineError(LineErrorType.INVALID_PROMPT, f"the prompt {error}", record.reply) from error
+                raise LineError(type_of_prompt_error(error), f"the prompt {error}", record.reply) from error
             except ParameterError as error:
                 raise LineError(LineErrorType.INVALID_PARAMETERS, str(error), record.reply) from error
             self._take_custom_id(record)  # last: a bad line must not take the id from a sound one
@@ -282,11 +302,12 @@ class _Writer:
             self._counts[error.type] += 1
             if len(self._problems) < MAX_NAMED:
                 self._problems.append(Problem(line + 1, error.type, error.message))
-            self._columns.append((line, 0, 1, 0, True))
+            self._columns.append((line, 0, 1, 0, True, False))
             entry = {"error": error.type.value, "message": error.message, "reply": error.reply}
             return np.zeros(0, np.int32), entry
         prompt_len, params = len(checked.prompt_ids), record.sampling_params
-        self._columns.append((line, checked.max_new_tokens, params.n, params.match_limit(prompt_len), False))
+        limit = params.match_limit(prompt_len)
+        self._columns.append((line, checked.max_new_tokens, params.n, limit, False, params.is_open))
         if checked.max_new_tokens < params.max_new_tokens:
             self._cuts_hash.update(b"%d %d\n" % (line, checked.max_new_tokens))
             self._has_cuts = True
@@ -347,7 +368,7 @@ def _encoded(
     for place, limit in limits.items():  # before they are rendered, which takes time and memory, too
         if place in chats and (refusal := refusal_of_chat(tokenizer, chats[place], limit)) is not None:
             del chats[place]
-            out[place] = PromptError(refusal)
+            out[place] = refusal
     for place, text in zip(chats, _rendered(tokenizer, list(chats.values())), strict=True):
         if isinstance(text, TokenizerError):
             out[place] = PromptError(f"cannot be encoded: {text}")
@@ -357,7 +378,7 @@ def _encoded(
         for place in by_place.keys() & limits.keys():
             if (refusal := refusal_of_length(tokenizer, by_place[place], limits[place])) is not None:
                 del by_place[place]
-                out[place] = PromptError(refusal)
+                out[place] = refusal
     for special, by_place in texts.items():
         for place, ids in zip(by_place, _each(tokenizer, list(by_place.values()), special), strict=True):
             out[place] = ids

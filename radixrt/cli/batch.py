@@ -17,6 +17,7 @@ from radixrt.cli.options import (
     add_line_option,
     add_options,
     add_runtime_options,
+    chat_max_tokens,
     runtime_options,
     sampling_params,
 )
@@ -158,8 +159,10 @@ def _batch(arguments: argparse.Namespace) -> int:
 
     check_replicas(arguments)
     options, config = runtime_options(arguments), checked_config(arguments)
+    own = _own_defaults(options)
     batch_options = BatchConfig(
-        default_params=sampling_params(arguments, _own_defaults(options)),
+        default_params=sampling_params(arguments, own),
+        chat_max_tokens=chat_max_tokens(arguments, own),
         overwrite=arguments.overwrite,
         restart=arguments.restart,
         strict=arguments.strict,

@@ -13,7 +13,7 @@ from typing import Any
 
 from radixrt.asked_form import FORM_ENGINES
 from radixrt.batch.formats.source import MAX_LINE
-from radixrt.frontend.sampling_aliases import sampling_params_from_dict
+from radixrt.frontend.sampling_aliases import chosen_length, sampling_params_from_dict
 from radixrt.sampling_params import LOGPROBS_MODES, SamplingParams
 
 
@@ -309,6 +309,11 @@ def add_line_option(option: Callable[..., object]) -> None:
 def sampling_params(arguments: argparse.Namespace, defaults: SamplingParams | None = None) -> SamplingParams:
     """The given parameters, and `defaults`, or SamplingParams(), for the others. Raises ParameterError."""
     return sampling_params_from_dict(_given(arguments, SAMPLING), defaults)
+
+
+def chat_max_tokens(arguments: argparse.Namespace, defaults: SamplingParams | None = None) -> int:
+    """That of chats in OpenAI's format that give no maximum."""
+    return chosen_length(_given(arguments, SAMPLING), defaults or SamplingParams())
 
 
 def runtime_options(arguments: argparse.Namespace) -> dict[str, Any]:

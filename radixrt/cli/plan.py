@@ -19,6 +19,7 @@ from radixrt.cli.options import (
     add_command,
     add_line_option,
     add_options,
+    chat_max_tokens,
     file_path,
     sampling_params,
 )
@@ -126,7 +127,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             scan = scan_lines(
                 read_lines(arguments.input, max_line=arguments.max_line_bytes, seen=bar.update),
                 folder,
-                parser=LineParser(defaults),
+                parser=LineParser(defaults, chat_max_tokens=chat_max_tokens(arguments, builder.defaults)),
                 tokenizer=builder.tokenizer,
                 check=lambda prompt, params, line: builder.build(prompt, params, index=line),
                 context_length=builder.context_length,
@@ -138,11 +139,11 @@ def _plan(arguments: argparse.Namespace) -> int:
             nothing = "no prompts" if not len(scan) else "no prompt that can run"
             console.print(f"{place_name(arguments.input, 'input')} holds {nothing}", markup=False, soft_wrap=True)
             return DONE
-        demands = scan.demands
+        limits = card.limits(shape, builder.context_length, **sizes)
+        demands = scan.demands(limits.pool_tokens)
         if mean_is_given:
             demands = replace(demands, new_tokens=demands.new_tokens.clip(max=arguments.mean_new_tokens))
         plan = plan_batch(scan.tokens, demands)
-        limits = card.limits(shape, builder.context_length, **sizes)
         if plan.longest_request > limits.pool_tokens:
             raise ParameterError(
                 f"the longest request needs {plan.longest_request:,} tokens, but the pool holds "

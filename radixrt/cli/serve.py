@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from radixrt.builtin import MODEL_PATH
+from radixrt.checks import check_int
 from radixrt.cli.exit_status import DONE, SIGNALLED
 from radixrt.cli.kept_cache import model_place, runtime_places, runtime_with_cache
 from radixrt.cli.options import add_command, add_runtime_options, file_path, runtime_options
@@ -17,6 +18,7 @@ from radixrt.engine.signals import DRAIN_SECONDS, Interrupted
 from radixrt.errors import ParameterError
 from radixrt.files.place import Place, check_apart
 from radixrt.parsers.names import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
+from radixrt.sampling_params import MAX_NEW_TOKENS
 
 INSTALL = "pip install 'radixrt[server]'"
 
@@ -88,6 +90,12 @@ def add_serve_command(commands: Any) -> None:
         help="that finds thoughts; auto: by what the chat template names (auto)",
     )
     option(
+        "--default-max-tokens",
+        type=int,
+        metavar="N",
+        help="of chats that give no maximum (all that the context leaves)",
+    )
+    option(
         "--max-pending",
         type=int,
         default=16_384,
@@ -139,6 +147,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     for name, least, most in _BOUNDS:
         if not least <= (value := getattr(arguments, name)) <= most:
             raise ParameterError(f"{name} is {value}; it must be {least} to {most}")
+    if (most := arguments.default_max_tokens) is not None:
+        check_int("default_max_tokens", most, 1, MAX_NEW_TOKENS)
     if arguments.model_name == "":
         raise ParameterError("model_name is empty; leave it out for the name of the folder or the hub id")
     keys = arguments.api_key_file
@@ -175,6 +185,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             runtime,
             name,
             parsers=parsers,
+            chat_max_tokens=arguments.default_max_tokens,
             tenants=tenants,
             hosts=None if tenants else (*LOOPBACK, arguments.host),
             limits=limits,

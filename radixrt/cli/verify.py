@@ -18,6 +18,7 @@ from radixrt.cli.options import (
     add_command,
     add_line_option,
     add_options,
+    chat_max_tokens,
     file_path,
     runtime_options,
     sampling_params,
@@ -134,7 +135,10 @@ def _questions(arguments: argparse.Namespace) -> tuple[list[Question], ModelConf
             scan = scan_lines(
                 itertools.islice(lines, arguments.limit),
                 folder,
-                parser=LineParser(sampling_params(arguments, builder.defaults)),
+                parser=LineParser(
+                    sampling_params(arguments, builder.defaults),
+                    chat_max_tokens=chat_max_tokens(arguments, builder.defaults),
+                ),
                 tokenizer=builder.tokenizer,
                 check=lambda prompt, params, line: builder.build(prompt, params, index=line),
                 context_length=builder.context_length,

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeGuard, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from radixrt.errors import ParameterError, PromptError
+from radixrt.errors import ContextLengthError, ParameterError, PromptError
 from radixrt.frontend.sampling_aliases import sampling_params_from_dict
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.chat import Chat, is_chat
@@ -143,9 +143,11 @@ def about(prompt: str, error: Exception) -> str:
 
 def named_together(errors: Mapping[int, Exception], count: int) -> PromptError:
     """One error that names every bad prompt of a list, by its place if there are others."""
+    are_too_long = all(isinstance(error, ContextLengthError) for error in errors.values())
+    kind = ContextLengthError if are_too_long else PromptError
     if count == 1:
-        return PromptError("".join(about("the prompt", error) for error in errors.values()))
+        return kind("".join(about("the prompt", error) for error in errors.values()))
     shown = [about(f"prompt {index}", error) for index, error in itertools.islice(errors.items(), MAX_NAMED)]
     if len(errors) > MAX_NAMED:
         shown.append(f"... and {len(errors) - MAX_NAMED} more")
-    return PromptError(f"{len(errors)} of {count} prompts cannot be run:\n" + "\n".join(shown))
+    return kind(f"{len(errors)} of {count} prompts cannot be run:\n" + "\n".join(shown))

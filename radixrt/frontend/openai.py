@@ -19,12 +19,15 @@ from radixrt.errors import ParameterError, PromptError
 from radixrt.frontend.sampling_aliases import known_parameters, with_nearest
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, StreamChunk, TokenLogprob, Usage
 from radixrt.sampling_params import MAX_LOGPROBS
-from radixrt.text.chat import MORE_OF_ROLE, Chat
+from radixrt.text.chat import Chat
 from radixrt.text.token_spelling import TokenSpelling
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 UNNAMED_MODEL = "radixrt"  # in the response where neither the body nor a server names one
+
+# Of a chat's answer, and whether it ends with calls.
+MessageOf = Callable[[CompletionOutput], tuple[dict[str, Any], bool]]
 
 _LOWEST_LOGPROB = -9999.0  # what OpenAI writes for a token that is next to impossible
 
@@ -49,14 +52,15 @@ _ONLY: dict[str, tuple[object, ...]] = dict.fromkeys(_UNSUPPORTED, ()) | {
     "tool_choice": ("none", "auto"),
     "tools": ([],),
 }
-_MESSAGE = ("role", "content")
 _OF_CHATS = (
     "tools",
+    "reasoning_effort",
     "chat_template_kwargs",
     "continue_final_message",
 )  # for the template; the last two are vLLM's
 _PROMPTS = "add_generation_prompt"  # vLLM's, too
 _LENGTHS = ("max_tokens", "max_completion_tokens")
+_LENGTH = "max_new_tokens"  # of SamplingParams
 _SAMPLING = known_parameters().keys() - _ONLY.keys() - {*_LENGTHS, "logprobs"}  # taken as they are
 _KNOWN = {
     CHAT: {
@@ -82,8 +86,10 @@ def asked_model(given: dict[str, Any], unnamed: str = UNNAMED_MODEL) -> str:
     return check_kind("model", given.get("model", unnamed), str, "a string")
 
 
-def sampling_values(url: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of a body, `given` without what is null, as of SamplingParams. Raises ParameterError."""
+def sampling_values(url: str, given: dict[str, Any], chat_max_tokens: int | None = None) -> dict[str, Any]:
+    """The parameters of a body, `given` without what is null, as of SamplingParams. A chat that gives no maximum
+    has `chat_max_tokens`, if there is such a default. Raises ParameterError.
+    """
     if not given.keys() <= _KNOWN[url]:
         unknown = [name for name in given if name not in _KNOWN[url]][:5]
         told = ", ".join(with_nearest(short(name), _KNOWN[url]) for name in unknown)
@@ -99,6 +105,8 @@ def sampling_values(url: str, given: dict[str, Any]) -> dict[str, Any]:
         values["max_tokens"] = lengths[0]
         if lengths[0] != lengths[-1]:
             raise ParameterError(f"{' and '.join(_LENGTHS)} are the same parameter; give one of them")
+    elif url == CHAT and chat_max_tokens is not None and _LENGTH not in values:
+        values[_LENGTH] = chat_max_tokens
     logprobs = given.get("logprobs", False)
     if url == CHAT:
         if not isinstance(logprobs, bool):
@@ -128,8 +136,7 @@ def asked_prompt(url: str, given: dict[str, Any]) -> str | list[int] | Chat:
             raise PromptError(
                 f"{_PROMPTS} is {as_json(prompts)}; it must be {as_json(not is_continued)} here, or left out"
             )
-        checked = [_message(f"messages[{place}]", one) for place, one in enumerate(messages)]
-        chat = Chat.of({"messages": checked, **{name: given[name] for name in _OF_CHATS if name in given}})
+        chat = Chat.of({"messages": messages, **{name: given[name] for name in _OF_CHATS if name in given}})
         return replace(chat, tools=[]) if given.get("tool_choice") == "none" else chat  # the model is to see none
     prompt = given.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
@@ -139,35 +146,12 @@ def asked_prompt(url: str, given: dict[str, Any]) -> str | list[int] | Chat:
     return check_prompt("prompt", prompt)
 
 
-def _message(which: str, given: Any) -> dict[str, Any]:
-    message = check_kind(which, given, dict, "an object")
-    role, content = check_kind(f"{which}.role", message.get("role"), str, "a string"), message.get("content")
-    # The message of an earlier answer may have fields that are not of its role, as long as they are empty.
-    more = {key: value for key, value in message.items() if key not in _MESSAGE and value not in (None, [])}
-    if unknown := [key for key in more if key not in MORE_OF_ROLE.get(role, ())]:
-        raise PromptError(f"{which} has {_listed(unknown)}, which cannot be honoured; give a role and a content")
-    if isinstance(content, list):
-        content = "".join(_part(f"{which}.content[{place}]", part) for place, part in enumerate(content))
-    if content is not None or "tool_calls" not in more:
-        content = check_kind(f"{which}.content", content, str, "a string or a list of text parts")
-    return {"role": role, "content": content, **more}
-
-
-def _part(which: str, given: Any) -> str:
-    part = check_kind(which, given, dict, "an object")
-    if part.get("type") != "text":
-        raise PromptError(f"{which} is of type {as_json(part.get('type'))}; text alone is taken")
-    if more := [name for name in part if name not in ("type", "text") and part[name] is not None]:
-        raise PromptError(f"{which} has {_listed(more)}, which cannot be honoured")
-    return check_kind(f"{which}.text", part.get("text"), str, "a string")
-
-
 def answer_body(
     url: str,
     outputs: Sequence[RequestOutput],
     *,
     echoed: Sequence[str] | None = None,
-    message_of: Callable[[str], dict[str, Any]] | None = None,
+    message_of: MessageOf | None = None,
     includes_stop: bool = False,
     id_digest: str,
     model: str,
@@ -176,7 +160,7 @@ def answer_body(
 ) -> dict[str, object]:
     """The body of a `chat.completion` or a `text_completion`, with the answers to later prompts after those to
     earlier ones. Those of a completion begin with their prompts if these are `echoed`, as text. `message_of` makes
-    the message of a chat's answer of its text. `includes_stop`: texts have what stopped them.
+    the message of a chat's answer, and tells whether it ends with calls. `includes_stop`: texts have what stopped them.
     """
     name = "chat.completion" if url == CHAT else "text_completion"
     choices: list[dict[str, object]] = []
@@ -254,7 +238,7 @@ def _choice(
     answer: CompletionOutput,
     index: int,
     spelling: TokenSpelling,
-    message_of: Callable[[str], dict[str, Any]] | None,
+    message_of: MessageOf | None,
     includes_stop: bool,
 ) -> dict[str, object]:
     choice: dict[str, object] = {"text": answer.text, "index": index}
@@ -262,15 +246,20 @@ def _choice(
     if url == CHAT:
         message = {"role": "assistant", "content": answer.text, "refusal": None}
         if message_of is not None:
-            message = message_of(answer.text)
-        choice, has_called = {"index": index, "message": message}, "tool_calls" in message
+            message, has_called = message_of(answer)
+        choice = {"index": index, "message": message}
     logprobs = logprobs_body(url, shown_logprobs(answer, includes_stop), spelling)
     return {**choice, "logprobs": logprobs, "finish_reason": finish_reason(answer.finish_reason, has_called)}
 
 
 def finish_reason(reason: FinishReason, has_called: bool) -> str:
-    """As OpenAI has it: an answer that calls and was not cut ends with its calls."""
+    """As OpenAI has it: an answer whose calls are whole, and which was not cut, ends with its calls."""
     return "tool_calls" if has_called and reason is FinishReason.STOP else str(reason)
+
+
+def is_cut(piece: CompletionOutput | StreamChunk) -> bool:
+    """Whether an answer was ended by something else than a token: its length, or a stop string."""
+    return piece.finish_reason is not FinishReason.STOP or not isinstance(piece.matched, int)
 
 
 def shown_logprobs(piece: CompletionOutput | StreamChunk, includes_stop: bool) -> tuple[TokenLogprob, ...] | None:
@@ -279,8 +268,7 @@ def shown_logprobs(piece: CompletionOutput | StreamChunk, includes_stop: bool) -
     """
     if includes_stop:
         return piece.logprobs
-    stopped_by_token = piece.finish_reason is FinishReason.STOP and isinstance(piece.matched, int)
-    return piece.logprobs[:-1] if piece.logprobs is not None and stopped_by_token else piece.logprobs
+    return piece.logprobs[:-1] if piece.logprobs is not None and not is_cut(piece) else piece.logprobs
 
 
 def logprobs_body(
@@ -340,10 +328,6 @@ def _alternatives(token: TokenLogprob, spelling: TokenSpelling) -> dict[str, flo
     for token_id, logprob in (*token.top, (token.token_id, token.logprob)):
         texts.setdefault(spelling.of(token_id).text, max(logprob, _LOWEST_LOGPROB))
     return texts
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(short(repr(name)) for name in names[:5])
 
 
 def as_json(value: object) -> str:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from radixrt.cache.radix_tree import Namespace
 from radixrt.checks import check_int
-from radixrt.errors import FormError, ParameterError, PromptError, TokenizerError
+from radixrt.errors import ContextLengthError, FormError, ParameterError, PromptError, TokenizerError
 from radixrt.forms.compiler import FormCompiler, form_compiler
 from radixrt.forms.matcher import Form
 from radixrt.forms.vocabulary import Vocabulary
@@ -38,11 +38,11 @@ from radixrt.frontend.arguments import (
     unwrapped,
 )
 from radixrt.output import RequestOutput
-from radixrt.sampling_params import SamplingParams
+from radixrt.sampling_params import MAX_NEW_TOKENS, SamplingParams
 from radixrt.schedule.request import Request
 from radixrt.text.builder import TextBuilder
 from radixrt.text.chat import Chat, is_chat
-from radixrt.text.excess import refusal_of_chat, refusal_of_length
+from radixrt.text.excess import refusal_of_chat, refusal_of_length, too_long
 from radixrt.text.tokenizer import Tokenizer, tokenizer_of
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ class RequestBuilder:
     context_length: int  # most tokens of a prompt with its answer
     seed: int = 0  # of the run
     refusal: Callable[[Request], str | None] = lambda request: None  # why one can never run, or None
+    pool_tokens: int = MAX_NEW_TOKENS  # that the KV pool holds
     weights_version: int = 0
     defaults: SamplingParams = field(default_factory=SamplingParams)  # of parameters that are not given
     _ids: itertools.count[int] = field(default_factory=lambda: itertools.count(secrets.randbits(_ID_BITS)))
@@ -100,7 +101,7 @@ class RequestBuilder:
             ids = ids[-num_kept:]
         longest = context if params.max_new_tokens == 0 else context - 1
         if len(ids) > longest:
-            raise PromptError(f"has {len(ids)} tokens; with a context of {context} it may have at most {longest}")
+            raise too_long(len(ids), context, longest)
         if params.prompt_logprobs is not None and start >= len(ids):
             raise ParameterError(f"prompt_logprobs_start is {start}, but the prompt has {len(ids)} tokens")
         make_text, has_stops = None, bool(params.stop or params.stop_regex)
@@ -115,7 +116,7 @@ class RequestBuilder:
             id=next(self._ids) if request_id is None else request_id,
             prompt_ids=ids,
             params=params,
-            max_new_tokens=min(params.max_new_tokens, context - len(ids)),
+            max_new_tokens=self.longest_answer(params, len(ids)),
             seed=_derived_seed(self.seed, index, call) if params.seed is None else params.seed,
             stop_ids=stop_ids,
             bad_words=bad_words,
@@ -125,8 +126,17 @@ class RequestBuilder:
             priority=check_int("priority", priority, -_MAX_PRIORITY, _MAX_PRIORITY),
         )
         if (refusal := self.refusal(request)) is not None:
+            if len(ids) > self.pool_tokens:
+                raise ContextLengthError(f"{refusal}; the pool's size is the maximum context length here")
             raise PromptError(refusal)
         return request
+
+    def longest_answer(self, params: SamplingParams, prompt_len: int) -> int:
+        """The most tokens of an answer to a prompt: if only the context ends it, no more than the pool holds."""
+        room = self.context_length - prompt_len
+        if params.is_open:
+            room = min(room, max(1, self.pool_tokens - prompt_len + 1))  # the last one needs no place
+        return min(params.max_new_tokens, room)
 
     def new_ids(self, count: int) -> list[int]:
         """Numbers for requests, which no other ones get."""
@@ -144,7 +154,7 @@ class RequestBuilder:
             id=request_id,
             prompt_ids=ids,
             params=params,
-            max_new_tokens=min(params.max_new_tokens, self.context_length - len(ids)),
+            max_new_tokens=self.longest_answer(params, len(ids)),
             seed=_derived_seed(self.seed, index, call) if params.seed is None else params.seed,
             stop_ids=model.stop_ids,
             bad_words=model.bad_words,
@@ -170,7 +180,7 @@ class RequestBuilder:
                 prompt, params, tenant=tenant, request_id=own_id, priority=priority, streams=True, call=call
             )
         except PromptError as error:
-            raise PromptError(f"the prompt {error}") from error
+            raise type(error)(f"the prompt {error}") from error
 
     def build_all(
         self,
@@ -398,7 +408,7 @@ class RequestBuilder:
         if not (refusal or is_cut):
             refusal = refusal_of_length(tokenizer, prompt, self.context_length)
         if refusal:
-            raise PromptError(refusal)
+            raise refusal
         return tokenizer.encode(prompt, add_special_tokens=is_text)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from radixrt.asked_form import FORM_FIELDS, NESTED
 from radixrt.errors import ParameterError
-from radixrt.sampling_params import SPELLINGS, SamplingParams, by_field
+from radixrt.sampling_params import MAX_NEW_TOKENS, SPELLINGS, SamplingParams, by_field
 
 _NOTHING = SamplingParams()
 
@@ -48,6 +48,18 @@ def sampling_params_from_dict(values: Mapping[str, Any], defaults: SamplingParam
     if not own.keys().isdisjoint(FORM_FIELDS):
         own = {name: getattr(_NOTHING, name) for name in FORM_FIELDS} | own
     return replace(defaults, **own)
+
+
+def chosen_length(params: SamplingParams | Mapping[str, Any] | None, defaults: SamplingParams) -> int:
+    """The maximum of new tokens that somebody has chosen: by these parameters, or by defaults that differ from
+    those of SamplingParams. If nobody has, MAX_NEW_TOKENS: all that the context leaves.
+    """
+    if isinstance(params, Mapping) and "max_new_tokens" in (own := by_field(params)):
+        chosen: int | None = own["max_new_tokens"]
+        return MAX_NEW_TOKENS if chosen is None else chosen
+    if isinstance(params, SamplingParams):
+        return params.max_new_tokens
+    return MAX_NEW_TOKENS if defaults.max_new_tokens == _NOTHING.max_new_tokens else defaults.max_new_tokens
 
 
 def with_nearest(key: object, known: Iterable[str]) -> str:

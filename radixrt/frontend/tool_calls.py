@@ -9,14 +9,13 @@ import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from radixrt.checks import check_kind, short
+from radixrt.checks import check_kind
 from radixrt.errors import ParameterError, PromptError
 from radixrt.frontend.openai import as_json
 from radixrt.parsers.source import Kind, Part, Tools
 
 AUTO, NONE, REQUIRED = "auto", "none", "required"
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-_OF_FUNCTIONS = ("name", "description", "parameters", "strict")
 _MOST = 1024  # functions of one body
 
 
@@ -40,15 +39,11 @@ def asked_tools(given: Mapping[str, Any]) -> Tools | None:
 
 def _function(which: str, given: object) -> tuple[str, Mapping[str, Any]]:
     tool = check_kind(which, given, dict, "an object")
-    if tool.get("type") != "function" or tool.keys() - {"type", "function"}:
+    if tool.get("type") != "function":
         raise PromptError(
             f'{which} must be {{"type": "function", "function": {{...}}}}; other tools are not taken'
         )
     function = check_kind(f"{which}.function", tool.get("function"), dict, "an object")
-    if unknown := [key for key in function if key not in _OF_FUNCTIONS]:
-        raise PromptError(
-            f"{which}.function has {short(repr(unknown[0]))}; it may have {', '.join(_OF_FUNCTIONS)}"
-        )
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise PromptError(
@@ -85,13 +80,19 @@ class Deltas:
     """One answer's parts as OpenAI's deltas, each call with an id of its own."""
 
     def __init__(self) -> None:
-        self.num_calls = 0
+        self._num_calls = self._num_whole = 0
+
+    @property
+    def has_called(self) -> bool:
+        """Whether there are calls, and all are whole."""
+        return self._num_calls == self._num_whole > 0
 
     def of(self, parts: Iterable[Part]) -> list[dict[str, Any]]:
         """Of parts that have come, those that follow one another as one."""
         deltas: list[dict[str, Any]] = []
         last = None
         for part in parts:
+            self._num_whole += part.kind is Kind.END
             if not part.text:
                 continue
             if part.kind is last:
@@ -107,9 +108,9 @@ class Deltas:
         if part.kind is Kind.REASONING:
             return {"reasoning_content": part.text}
         if part.kind is Kind.ARGUMENTS:
-            return {"tool_calls": [{"index": self.num_calls - 1, "function": {"arguments": part.text}}]}
-        call = {"index": self.num_calls, "id": f"call_{uuid.uuid4().hex}", "type": "function"}
-        self.num_calls += 1
+            return {"tool_calls": [{"index": self._num_calls - 1, "function": {"arguments": part.text}}]}
+        call = {"index": self._num_calls, "id": f"call_{uuid.uuid4().hex}", "type": "function"}
+        self._num_calls += 1
         return {"tool_calls": [{**call, "function": {"name": part.text, "arguments": ""}}]}
 
 
@@ -121,10 +122,13 @@ def _add(delta: dict[str, Any], text: str) -> None:
         delta[kind] += text
 
 
-def message_of(parts: Iterable[Part]) -> dict[str, Any]:
-    """A whole answer's message. It has reasoning_content and tool_calls only if there are any."""
+def message_of(parts: Iterable[Part]) -> tuple[dict[str, Any], bool]:
+    """A whole answer's message, and whether it has calls that are all whole. It has reasoning_content and tool_calls
+    only if there are any.
+    """
     message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
-    for delta in Deltas().of(parts):
+    deltas = Deltas()
+    for delta in deltas.of(parts):
         for kind, value in delta.items():
             if kind != "tool_calls":
                 message[kind] = (message.get(kind) or "") + value
@@ -135,4 +139,4 @@ def message_of(parts: Iterable[Part]) -> dict[str, Any]:
                 message["tool_calls"][-1]["function"]["arguments"] += value[0]["function"]["arguments"]
     if message["content"] is None and "tool_calls" not in message:
         message["content"] = ""
-    return message
+    return message, deltas.has_called

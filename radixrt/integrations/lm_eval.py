@@ -156,16 +156,11 @@ class RadixLM(TemplateLM):
                 with it.
 
         Raises:
-            TokenizerError: there is no template, or it refuses the messages.
+            TokenizerError: there is no template, it refuses the messages, or leaves one out.
         """
-        text = self._tokenizer.chat_text(chat_history, add_generation_prompt=add_generation_prompt)
         if add_generation_prompt:
-            return text
-        begun = chat_history[-1]["content"]
-        for ending in (begun, begun.strip()):  # some templates strip messages
-            if ending in text:
-                return text[: text.rindex(ending) + len(ending)]
-        raise TokenizerError("the chat template changes the last message, which therefore cannot be continued")
+            return self._tokenizer.chat_text(chat_history)
+        return self._tokenizer.chat_text({"messages": list(chat_history), "continue_final_message": True})
 
     def get_model_info(self) -> dict[str, Any]:
         """Entries for `results["config"]`: figures of all answers of this model."""

@@ -86,7 +86,7 @@ def _tools_of(tokenizer: Tokenizer | None) -> str:
 
 def _reads(name: str, answer: str) -> bool:
     reader = AnswerReader(name, HARMONY if name == HARMONY else None, Tools({"probe": _SCHEMA}))
-    parts = [*reader.push(answer), *reader.finish()]
+    parts = [*reader.push(answer), *reader.finish(is_cut=False)]
     names = [part.text for part in parts if part.kind is Kind.NAME]
     arguments = "".join(part.text for part in parts if part.kind is Kind.ARGUMENTS)
     try:

@@ -10,8 +10,9 @@ from radixrt.asked_form import schema_text
 from radixrt.errors import ParameterError
 from radixrt.forms.form_process import GUIDED
 from radixrt.forms.schema_keywords import llguidance_refusal, without_nul
+from radixrt.parsers.argument_types import is_plain_text
 from radixrt.parsers.names import HARMONY, THINK
-from radixrt.parsers.xml_calls import KEY, is_plain_text
+from radixrt.parsers.xml_calls import KEY
 
 _NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _NOTES = ("description", "title", "default", "examples", "$schema")

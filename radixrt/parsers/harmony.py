@@ -16,7 +16,7 @@ from radixrt.parsers.source import (
     content,
     match_next,
     reasoning,
-    skip_next,
+    skip_closing,
     syntax,
     text_until,
 )
@@ -28,8 +28,8 @@ _HEAD = regex.compile(
     r" ?(?:<\|constrain\|>)?(?:\w{1,16} ?)?<\|message\|>"
 )
 _END = regex.compile(r"\s{0,32}<\|(?:end|call|return)\|>")
-_TAGS = ("<|start|>", "<|channel|>")
-_ENDS = ("<|end|>", "<|call|>", "<|return|>", *_TAGS)
+_TAGS = regex.compile(r"<\|(?:start|channel)\|>")
+_ENDS = regex.compile(r"<\|(?:end|call|return|start|channel)\|>")
 
 
 def harmony(source: Source, tools: Tools | None) -> Steps[None]:
@@ -41,12 +41,12 @@ def harmony(source: Source, tools: Tools | None) -> Steps[None]:
         match = yield from match_next(source, _HEAD)
         is_call = match is not None and match["name"] is not None
         if match is None or (is_call and (tools is None or (has_called and tools.only_one))):
-            if not source.text:
+            if not source.first:
                 return
             yield content(source.take(1))
             yield from text_until(source, content, _TAGS)
             continue
-        raw = source.take(match.end())
+        raw = source.take_to(match.end())
         if is_call:
             has_called = True
             yield Part(Kind.NAME, raw, match["name"])
@@ -54,4 +54,4 @@ def harmony(source: Source, tools: Tools | None) -> Steps[None]:
         else:
             yield syntax(raw)
             yield from text_until(source, reasoning if match["channel"] == "analysis" else content, _ENDS)
-        yield from skip_next(source, _END)
+        yield from skip_closing(source, _END)

@@ -6,48 +6,49 @@ from __future__ import annotations
 
 import regex
 
-from radixrt.parsers.json_value import JsonObject
+from radixrt.parsers.json_value import json_value
 from radixrt.parsers.source import (
+    END,
     Kind,
     Part,
     Source,
     Steps,
     Tools,
+    collected,
     content,
     match_next,
-    skip_next,
+    skip_closing,
     syntax,
     text_until,
 )
 
 _B = r"\s{0,32}"  # blanks, not without end: what may begin a call is held back
 _NAME = rf'"name"{_B}:{_B}"(?P<name>[^"\\\x00-\x1f]{{1,256}})"'
-_HERMES = regex.compile(rf'(<tool_call>{_B}\{{{_B}{_NAME}{_B},{_B}"arguments"{_B}:{_B})\{{')
+_TAG = regex.compile("<tool_call>")
+_HERMES = regex.compile(rf'<tool_call>{_B}\{{{_B}{_NAME}{_B},{_B}"arguments"{_B}:{_B}(?=\{{)')
 # Hermes 2 Pro's own order.
-_NAME_LAST = regex.compile(rf'(<tool_call>{_B}\{{{_B}"arguments"{_B}:{_B})\{{')
+_NAME_LAST = regex.compile(rf'<tool_call>{_B}\{{{_B}"arguments"{_B}:{_B}(?=\{{)')
 _LAST_NAME = regex.compile(rf"{_B},{_B}{_NAME}{_B}\}}")
 _LLAMA = regex.compile(
-    rf'({_B};?{_B}(?:<\|python_tag\|>{_B})?\{{{_B}(?:"type"{_B}:{_B}"function"{_B},{_B})?'
-    rf'{_NAME}{_B},{_B}"(?:parameters|arguments)"{_B}:{_B})\{{'
+    rf'{_B};?{_B}(?:<\|python_tag\|>{_B})?\{{{_B}(?:"type"{_B}:{_B}"function"{_B},{_B})?'
+    rf'{_NAME}{_B},{_B}"(?:parameters|arguments)"{_B}:{_B}(?=\{{)'
 )
+_OBJECT = regex.compile(rf"{_B}(?=\{{)")
 _BRACE = regex.compile(rf"{_B}\}}")
 _CLOSED = regex.compile(rf"{_B}</tool_call>")
 
 
 def hermes(source: Source, tools: Tools) -> Steps[None]:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, anywhere in the text."""
-    while (yield from text_until(source, content, ("<tool_call>",))):
+    while (yield from text_until(source, content, _TAG)):
         if match := (yield from match_next(source, _HERMES)):
-            yield Part(Kind.NAME, source.take(match.end(1)), match["name"])
-            is_call = True
+            yield Part(Kind.NAME, source.take_to(match.end()), match["name"])
             if (yield from arguments(source)):
-                yield from skip_next(source, _BRACE)
-        else:
-            is_call = yield from _name_last(source)
-        if not is_call:
+                yield from skip_closing(source, _BRACE)
+        elif not (yield from _name_last(source)):
             yield content(source.take(1))
             continue
-        yield from skip_next(source, _CLOSED)
+        yield from skip_closing(source, _CLOSED)
         if tools.only_one:
             return
 
@@ -56,22 +57,17 @@ def _name_last(source: Source) -> Steps[bool]:
     """Take a call whose name follows its arguments; it is known to be one only then."""
     if not (match := (yield from match_next(source, _NAME_LAST))):
         return False
-    start = end = match.end(1)
-    found = JsonObject()
-    while True:
-        end += found.push(source.text[end:])
-        if found.is_done:
-            break
-        if found.is_broken or source.ended:
-            return False
-        yield None
-    if not (match := (yield from match_next(source, _LAST_NAME, end))):
+    begun = source.take_to(match.end())
+    parts, is_whole = yield from collected(json_value(source))
+    match = (yield from match_next(source, _LAST_NAME)) if is_whole else None
+    if match is None:
+        source.put_back(begun + "".join(part.raw for part in parts))
         return False
-    last = match.end() - end
-    yield Part(Kind.NAME, source.take(start), match["name"])
-    raw = source.take(end - start)
-    yield Part(Kind.ARGUMENTS, raw, raw)
-    yield syntax(source.take(last))
+    last = source.take_to(match.end())
+    yield Part(Kind.NAME, begun, match["name"])
+    yield from parts
+    yield END
+    yield syntax(last)
     return True
 
 
@@ -81,21 +77,23 @@ def llama3_json(source: Source, tools: Tools) -> Steps[None]:
     Such an answer without a tag could be an object that is no call.
     """
     while (match := (yield from match_next(source, _LLAMA))) and match["name"] in tools.parameters:
-        yield Part(Kind.NAME, source.take(match.end(1)), match["name"])
+        yield Part(Kind.NAME, source.take_to(match.end()), match["name"])
         if not (yield from arguments(source)):
             return
-        yield from skip_next(source, _BRACE)
+        yield from skip_closing(source, _BRACE)
         if tools.only_one:
             return
 
 
 def arguments(source: Source) -> Steps[bool]:
-    """Take an object as arguments, as far as it is JSON. Returns whether it is whole."""
-    found = JsonObject()
-    while True:
-        if count := found.push(source.text):
-            raw = source.take(count)
-            yield Part(Kind.ARGUMENTS, raw, raw)
-        if found.is_done or found.is_broken or source.ended:
-            return found.is_done
-        yield None
+    """Take an object as the arguments of a call, which ends with it. Returns whether it is whole."""
+    if match := (yield from match_next(source, _OBJECT)):
+        if raw := source.take_to(match.end()):
+            yield Part(Kind.ARGUMENTS, raw, "")
+        is_whole = yield from json_value(source)
+    else:
+        yield Part(Kind.ARGUMENTS, "", "{}")
+        is_whole = source.is_over
+    if is_whole:
+        yield END
+    return is_whole

@@ -1,97 +1,203 @@
-"""Where a JSON object ends, in text that comes in pieces."""
+"""JSON as models write it, made valid as it comes."""
+
+# Tests: tests/parsers/test_json_value.py
 
 from __future__ import annotations
 
+import json
+import math
 import re
 
-_SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null", re.ASCII)
-_OF_SCALARS = frozenset("-+.0123456789eEtrufalsn")
-_BLANKS = frozenset(" \t\n\r")
+import regex
+
+from radixrt.parsers.source import Kind, Part, Source, Steps, match_next
+
+MOST_DEEP = 100  # arrays and objects within one another: Python's own reader takes no more than some hundreds
+
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
+_LITERALS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
 _CLOSERS = {"{": "}", "[": "]"}
-_ESCAPES = frozenset('"\\/bfnrt')
-_HEX = frozenset("0123456789abcdefABCDEF")
+_BLANKS = regex.compile(r"\s+")
+_NO_BLANKS = re.compile(r"[^ \t\n\r]")  # among blanks: those that JSON does not know
+_PLAIN = regex.compile(r'[^"\\\x00-\x1f]+')
+_HEX = "[0-9a-fA-F]"
+# Half of a surrogate pair is no character: its escape is none.
+_ESCAPE = regex.compile(
+    rf"""\\(?:["'\\/bfnrt]|u(?:[0-9a-ce-fA-CE-F]{_HEX}{{3}}|[dD][0-7]{_HEX}{{2}}"""
+    rf"|[dD][89abAB]{_HEX}{{2}}\\u[dD][c-fC-F]{_HEX}{{2}}))"
+)
+_LONGEST_WORD = 256
+_WORD = regex.compile(rf"[\w.+-]{{1,{_LONGEST_WORD}}}")
 
 
-class JsonObject:
-    """Reads an object, character by character, up to its end or to what is no JSON.
+def json_value(source: Source) -> Steps[bool]:
+    """Take a value as arguments, as far as it can be understood; what is told is valid JSON in any case. Returns
+    whether the value is whole: else what it lacks was added, where the answer ends or what follows is no JSON.
 
-    Attributes:
-        is_done: whether the object has ended.
-        is_broken: whether a character came that no JSON has there.
+    What models do is taken: control characters, lone backslashes and halves of surrogate pairs in strings, which
+    are escaped; words without quotes, which become strings; Python's True, False and None; commas before a
+    closing bracket, and brackets that are missing within others.
     """
+    reading = _Reading()
+    while not reading.is_done:
+        while not source.first and not source.ended:
+            yield None
+        if (steps := reading.step(source)) is None:
+            yield _told("", reading.lacking())
+            return False
+        yield from steps
+    return reading.is_whole
+
+
+def whole_json(text: str) -> str:
+    """`text` as valid JSON, with what it lacks at its end; "" if it is none beyond that."""
+    source = Source(text, ended=True)
+    told = "".join(part.text for part in json_value(source) if part is not None)
+    source.run(_BLANKS)
+    return "" if source.first else told
+
+
+def quoted(text: str) -> str:
+    """A string as JSON."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def is_number(text: str) -> bool:
+    """Whether this is a number of JSON that a double can hold: others are read as they should not by many."""
+    return _NUMBER.fullmatch(text) is not None and math.isfinite(float(text))
+
+
+def _told(raw: str, text: str) -> Part:
+    return Part(Kind.ARGUMENTS, raw, text)
+
+
+class _Reading:
+    """Where in a value one is."""
 
     def __init__(self) -> None:
-        self.is_done = self.is_broken = False
+        self.is_done = False
+        self.is_whole = True
         self._closers: list[str] = []  # of what is open, innermost last
-        self._wanted = "object"  # what must come
-        self._scalar = ""
-        self._in_string = self._in_escape = False
-        self._digits = 0  # of a \u that are still to come
+        self._wanted = "value"  # "value", "item" of an array, "key", "colon", or "comma"
+        self._comma: list[str] = []  # one and the blanks after it, until something else than an end follows
 
-    @property
-    def is_in_string(self) -> bool:
-        """Whether a string has begun and not ended."""
-        return self._in_string and not self.is_broken
-
-    def push(self, text: str) -> int:
-        """Read on. Returns how many characters of `text` belong to the object."""
-        for place, character in enumerate(text):
-            if self.is_done or self.is_broken:
-                return place
-            if not self._takes(character):
-                self.is_broken = True
-                return place
-        return len(text)
-
-    def _takes(self, character: str) -> bool:
-        if self._in_string:
-            return self._takes_in_string(character)
-        if self._scalar:
-            if character in _OF_SCALARS:
-                self._scalar += character
-                return True
-            if not _SCALAR.fullmatch(self._scalar):
-                return False
-            self._scalar, self._wanted = "", "comma or end"
-        if character in _BLANKS:
-            return True
-        wanted = self._wanted
-        if wanted == "comma or end" and character == ",":
-            self._wanted = "key" if self._closers[-1] == "}" else "value"
-            return True
-        if wanted.endswith("or end") and self._closers and character == self._closers[-1]:
-            self._closers.pop()
-            self._wanted, self.is_done = "comma or end", not self._closers
-            return True
-        if wanted == "colon":
+    def step(self, source: Source) -> Steps[None] | None:
+        """Take what comes next; None if that is no JSON, or nothing comes."""
+        character = source.first
+        if _BLANKS.match(character):
+            return self._blanks(source)
+        if character == "," and self._wanted == "comma":
+            return self._begin_comma(source)
+        if character == ":" and self._wanted == "colon":
             self._wanted = "value"
-            return character == ":"
-        if wanted.startswith("key"):
-            self._in_string = True
-            self._wanted = "colon"
-            return character == '"'
-        if wanted == "object" and character != "{":
-            return False
-        if wanted == "comma or end":
-            return False
-        if character in _CLOSERS:
-            self._closers.append(_CLOSERS[character])
-            self._wanted = "key or end" if character == "{" else "value or end"
-        elif character == '"':
-            self._in_string, self._wanted = True, "comma or end"
-        else:
-            self._scalar = character
-            return character in "-0123456789tfn"
-        return True
+            return _as_it_is(source)
+        if character and character in self._closers:
+            return self._close(source, character)
+        if self._wanted in ("colon", "comma"):
+            return None
+        if character == '"':
+            return self._string(source)
+        if character in _CLOSERS and self._wanted != "key" and len(self._closers) < MOST_DEEP:
+            return self._open(source, character)
+        return self._word(source) if _WORD.match(character) else None
 
-    def _takes_in_string(self, character: str) -> bool:
-        if self._digits:
-            self._digits -= 1
-            return character in _HEX
-        if self._in_escape:
-            self._in_escape = False
-            self._digits = 4 if character == "u" else 0
-            return character == "u" or character in _ESCAPES
-        self._in_escape = character == "\\"
-        self._in_string = character != '"'
-        return character >= " "
+    def lacking(self) -> str:
+        """What makes the text so far valid JSON."""
+        missing = {"colon": ": null", "value": "null"}.get(self._wanted, "")
+        return missing + "".join(reversed(self._closers))
+
+    def _blanks(self, source: Source) -> Steps[None]:
+        raw = source.run(_BLANKS)
+        text = _NO_BLANKS.sub(" ", raw)
+        if self._comma:
+            self._comma.append(text)
+        yield _told(raw, "" if self._comma else text)
+
+    def _begin_comma(self, source: Source) -> Steps[None]:
+        self._comma = [","]
+        self._wanted = "key" if self._closers[-1] == "}" else "item"
+        yield _told(source.take(1), "")
+
+    def _told_comma(self) -> str:
+        comma, self._comma = "".join(self._comma), []
+        return comma
+
+    def _open(self, source: Source, character: str) -> Steps[None]:
+        self._closers.append(_CLOSERS[character])
+        self._wanted = "key" if character == "{" else "item"
+        yield _told(source.take(1), self._told_comma() + character)
+
+    def _close(self, source: Source, character: str) -> Steps[None]:
+        lacking = self.lacking()
+        text = lacking[: lacking.index(character) + 1]
+        del self._closers[len(self._closers) - self._closers[::-1].index(character) - 1 :]
+        self._comma = []
+        self._has_value()
+        yield _told(source.take(1), text)
+
+    def _has_value(self) -> None:
+        self._wanted, self.is_done = "comma", not self._closers
+
+    def _string(self, source: Source) -> Steps[None]:
+        yield _told(source.take(1), self._told_comma() + '"')
+        is_whole = yield from _characters(source)
+        if self._wanted == "key":
+            self._wanted = "colon"
+        else:
+            self._has_value()
+            self.is_whole = is_whole
+
+    def _word(self, source: Source) -> Steps[None]:
+        while not source.ended and source.is_half(_WORD):
+            yield None
+        raw = source.run(_WORD)
+        is_last = source.ended and not source.first
+        if self._wanted == "key":
+            text, self._wanted = quoted(raw), "colon"
+        else:
+            text = _scalar(raw, is_last)
+            self._has_value()
+        yield _told(raw, self._told_comma() + text)
+
+
+def _as_it_is(source: Source) -> Steps[None]:
+    raw = source.take(1)
+    yield _told(raw, raw)
+
+
+def _characters(source: Source) -> Steps[bool]:
+    """Take the rest of a string. Returns whether it has an end, which else is added."""
+    while True:
+        if raw := source.run(_PLAIN):
+            yield _told(raw, raw)
+        character = source.first
+        if character == '"':
+            yield _told(source.take(1), '"')
+            return True
+        if character == "\\":
+            if match := (yield from match_next(source, _ESCAPE)):
+                raw = source.take_to(match.end())
+                yield _told(raw, "'" if raw == "\\'" else raw)
+            else:
+                yield _told(source.take(1), "\\\\")
+        elif character:
+            yield _told(source.take(1), quoted(character)[1:-1])
+        elif source.ended:
+            yield _told("", '"')
+            return False
+        else:
+            yield None
+
+
+def _scalar(word: str, is_last: bool) -> str:
+    """A word as JSON. `is_last`: the answer ends with it, so that it may be the beginning of one."""
+    if word in _LITERALS:
+        return _LITERALS[word]
+    if is_number(word) and len(word) < _LONGEST_WORD:
+        return word
+    if is_last:
+        if begun := next((literal for literal in _LITERALS if literal.startswith(word)), None):
+            return _LITERALS[begun]
+        if is_number(word + "0"):
+            return word + "0"
+    return quoted(word)

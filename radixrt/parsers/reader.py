@@ -10,7 +10,7 @@ from dataclasses import replace
 from radixrt.parsers.harmony import harmony
 from radixrt.parsers.json_calls import hermes, llama3_json
 from radixrt.parsers.names import HARMONY, THINK
-from radixrt.parsers.source import Kind, Part, Source, Steps, Tools, content, syntax, text_until
+from radixrt.parsers.source import Kind, Part, Source, Steps, Tools, content, syntax
 from radixrt.parsers.thinking import think
 from radixrt.parsers.xml_calls import qwen3_coder
 
@@ -21,14 +21,17 @@ class AnswerReader:
     """Takes the text of one answer in pieces, and gives its parts as soon as they are certain.
 
     What they are does not depend on where pieces end, and no text is lost: what is no call in the syntax of the
-    parser is content. Only a call whose arguments stop being JSON midway stays a call, as its beginning was told.
-    Blanks that follow a tag, or come between it and the beginning, are no content.
+    parser is content. Only a call whose arguments break off stays a call, as its beginning was told: they are
+    completed, and the call has no end. Arguments are valid JSON in any case. Blanks that follow a tag, or come
+    between it and the beginning, are no content.
 
     Args:
         tool_parser: one of TOOL_PARSERS; None: calls are content.
         reasoning_parser: one of REASONING_PARSERS; None: thoughts are content.
         tools: what may be called; None: nothing.
         is_thinking: whether the prompt has opened the thoughts.
+        said: the beginning of the answer, which the prompt has and nobody is told again; only a call that it
+            leaves open is told whole, with the rest of it.
     """
 
     def __init__(
@@ -37,23 +40,49 @@ class AnswerReader:
         reasoning_parser: str | None,
         tools: Tools | None = None,
         is_thinking: bool = False,
+        said: str = "",
     ) -> None:
         self._source = Source()
-        self._steps = _steps(self._source, tool_parser, reasoning_parser, tools, is_thinking)
-        self._blanks = ""  # that the answer begins with: not known yet to be content
+        self._steps = self._read(tool_parser, reasoning_parser, tools, is_thinking)
+        self._blanks: list[str] = []  # that the answer begins with: not known yet to be content
         self._after_tag = is_thinking
         self._at_start = not is_thinking
+        self._repeats = not said  # thoughts that have no end, as content
+        before = self._pushed(said)
+        self._held = len(said) - sum(len(part.raw) for part in before)  # of it, whose parts are still to come
+        self._open_call = [replace(part, raw="") for part in _call_left_open(before)]
+
+    @property
+    def has_open_call(self) -> bool:
+        """Whether nothing but `said` has come, which ends within a call."""
+        return bool(self._open_call)
 
     def push(self, text: str) -> list[Part]:
         """Take more text."""
-        self._source.text += text
+        return self._unsaid(self._pushed(text))
+
+    def finish(self, *, is_cut: bool) -> list[Part]:
+        """The rest, after all text. `is_cut`: the answer was ended by its length or a stop string, and not by a
+        token of the model's.
+        """
+        self._source.ended, self._source.is_cut = True, is_cut
+        rest = [*self._parts()]
+        return self._unsaid([*rest, content("".join(self._blanks))] if self._blanks else rest)
+
+    def _pushed(self, text: str) -> list[Part]:
+        self._source.add(text)
         return [*self._parts()] if text else []
 
-    def finish(self) -> list[Part]:
-        """The rest, after all text."""
-        self._source.ended = True
-        rest = [*self._parts()]
-        return [*rest, content(self._blanks)] if self._blanks else rest
+    def _unsaid(self, parts: list[Part]) -> list[Part]:
+        """What of these parts is new, after a call that was left open."""
+        told, self._open_call = self._open_call, []
+        for part in parts:
+            count = min(self._held, len(part.raw))
+            self._held -= count
+            shown = part.text[count if part.kind in (Kind.CONTENT, Kind.REASONING) else 0 :]
+            if count < len(part.raw) or shown or part.kind is Kind.END:
+                told.append(replace(part, raw=part.raw[count:], text=shown) if count else part)
+        return told
 
     def _parts(self) -> Iterator[Part]:
         for part in self._steps:
@@ -62,17 +91,20 @@ class AnswerReader:
             yield from self._without_blanks(part)
 
     def _without_blanks(self, part: Part) -> Iterator[Part]:
+        if not part.raw:  # told again, or added
+            yield part
+            return
         if part.kind not in (Kind.CONTENT, Kind.REASONING):
             if self._blanks:
-                yield syntax(self._blanks)
-            self._blanks, self._at_start, self._after_tag = "", False, True
+                yield syntax("".join(self._blanks))
+            self._blanks, self._at_start, self._after_tag = [], False, True
             yield part
             return
         if self._at_start:
-            self._blanks += part.raw
-            if not self._blanks.isspace():
-                yield replace(part, raw=self._blanks, text=self._blanks)
-                self._blanks, self._at_start = "", False
+            self._blanks.append(part.raw)
+            if not part.raw.isspace():
+                yield Part(part.kind, text := "".join(self._blanks), text)
+                self._blanks, self._at_start = [], False
             return
         shown = part.text.lstrip() if self._after_tag else part.text
         if blanks := part.raw[: len(part.raw) - len(shown)]:
@@ -81,15 +113,29 @@ class AnswerReader:
             self._after_tag = False
             yield replace(part, raw=shown, text=shown)
 
+    def _read(
+        self, tool_parser: str | None, reasoning_parser: str | None, tools: Tools | None, is_thinking: bool
+    ) -> Steps[None]:
+        source = self._source
+        if reasoning_parser == HARMONY:
+            yield from harmony(source, tools if tool_parser == HARMONY else None)
+            return
+        if reasoning_parser == THINK and (unclosed := (yield from think(source, is_thinking))):
+            if self._repeats and not source.is_cut:  # the model has answered, without thoughts
+                again = AnswerReader(tool_parser, None, tools)
+                for part in (*again.push(unclosed.lstrip()), *again.finish(is_cut=False)):
+                    yield replace(part, raw="")
+            return
+        if tools is not None and tool_parser is not None:
+            yield from _CALLS[tool_parser](source, tools)
+        while not source.ended or source.first:
+            if raw := source.rest():
+                yield content(raw)
+            yield None
 
-def _steps(
-    source: Source, tool_parser: str | None, reasoning_parser: str | None, tools: Tools | None, is_thinking: bool
-) -> Steps[None]:
-    if reasoning_parser == HARMONY:
-        yield from harmony(source, tools if tool_parser == HARMONY else None)
-        return
-    if reasoning_parser == THINK:
-        yield from think(source, is_thinking)
-    if tools is not None and tool_parser is not None:
-        yield from _CALLS[tool_parser](source, tools)
-    yield from text_until(source, content, ())
+
+def _call_left_open(parts: list[Part]) -> list[Part]:
+    """The last call of some parts, if it has no end and nothing follows it."""
+    names = [place for place, part in enumerate(parts) if part.kind is Kind.NAME]
+    last = parts[names[-1] :] if names else []
+    return last if {part.kind for part in last} <= {Kind.NAME, Kind.ARGUMENTS} else []

@@ -6,22 +6,37 @@ from __future__ import annotations
 
 import regex
 
-from radixrt.parsers.source import Source, Steps, reasoning, skip_next, syntax, text_until
+from radixrt.parsers.source import Part, Source, Steps, reasoning, skip_next, syntax, text_until
 
 _BEGIN = regex.compile(r"\s{0,32}<think>")
-_ENDS = ("\n\n</think>", "\n</think>", "</think>")
+_END = regex.compile(r"\n{0,2}</think>")
 
 
-def think(source: Source, is_open: bool) -> Steps[None]:
-    """Thoughts that the answer begins with, or goes on with if the prompt has opened them (`is_open`)."""
+def think(source: Source, is_open: bool) -> Steps[str]:
+    """Thoughts that the answer begins with, or goes on with if the prompt has opened them (`is_open`).
+
+    Returns the text of thoughts that the prompt has opened and the model has not closed: it may have answered
+    without any.
+    """
     if not is_open and not (yield from skip_next(source, _BEGIN)):
-        return
-    if (yield from text_until(source, reasoning, _ENDS)):
-        yield syntax(source.take(source.text.index(">") + 1))
+        return ""
+    told: list[str] = []
+
+    def made(raw: str) -> Part:
+        told.append(raw)
+        return reasoning(raw)
+
+    if match := (yield from text_until(source, made, _END)):
+        yield syntax(source.take_to(match.end()))
+        return ""
+    return "".join(told) if is_open else ""
 
 
-def opens_thoughts(prompt: str, continued: str | None) -> bool:
-    """Whether a rendered chat ends inside thoughts; `continued` is the content of a message that goes on."""
-    if continued is not None:
-        return continued.rfind("<think>") > continued.rfind("</think>") or prompt.endswith("<think>")
+def opens_thoughts(prompt: str) -> bool:
+    """Whether a rendered chat ends with the beginning of thoughts."""
     return prompt.rstrip().endswith("<think>")
+
+
+def is_within_thoughts(is_open: bool, said: str) -> bool:
+    """Whether thoughts go on after the beginning of an answer, `said`, which the prompt may have opened."""
+    return said.rfind("<think>") > said.rfind("</think>") or (is_open and "</think>" not in said)

@@ -5,151 +5,168 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Collection
 
 import regex
 
-from radixrt.checks import refuse_constant
-from radixrt.parsers.json_value import JsonObject
-from radixrt.parsers.source import Kind, Part, Source, Steps, Tools, content, match_next, skip_next, text_until
-from radixrt.text.builder import find_stop
+from radixrt.checks import finite, nests_deeper, refuse_constant
+from radixrt.parsers.argument_types import ArgumentTypes, types_of
+from radixrt.parsers.json_value import MOST_DEEP, quoted, whole_json
+from radixrt.parsers.source import (
+    END,
+    Kind,
+    Part,
+    Source,
+    Steps,
+    Tools,
+    collected,
+    content,
+    match_next,
+    skip_closing,
+    text_until,
+)
 
-_HEAD = regex.compile(r"(?:<tool_call>\s{0,32})?<function=([^<>\s]{1,256})>")  # the outer tag is often left out
 KEY = regex.compile(r"[^<>\n]{1,256}")
-_NEXT = regex.compile(rf"\s{{0,32}}(?:<parameter=({KEY.pattern})>|</function>)")
-_CLOSED = regex.compile(r"\s{0,32}</tool_call>")
+_B = r"\s{0,32}"
+_TAG = regex.compile("<tool_call>|<function=")
+# The outer tag is often left out, and the bracket before a new line sometimes.
+_FUNCTION = rf"(?:<tool_call>{_B})?<function=(?P<function>[^<>\s]{{1,256}})(?P<bracket>>|(?=\n))"
+_HEAD = regex.compile(_FUNCTION)
+_PARAMETER = rf"<parameter=(?P<key>{KEY.pattern})(?:>|(?=\n))"
+_NEXT = regex.compile(rf"{_B}(?:{_PARAMETER}|(?P<closing></function>|</tool_call>))")
+_OUTER = regex.compile(rf"{_B}</tool_call>")
+_CALL = rf"(?:<tool_call>{_B})?<function="
+_NEXT_CALL = regex.compile(rf"(?={_B}{_CALL})")
 # A new line after the first tag of a value and one before its last belong to the tags.
 _NEW_LINE = regex.compile(r"\n")
-_ENDS = ("\n</parameter>", "</parameter>")
-# As the template writes them in the history, after str() of Python.
-_OF_PYTHON = {"True": "true", "False": "false", "None": "null"}
-_BEFORE = '{"": '  # any value may follow
-_TYPES = {
-    str: {"string"},
-    bool: {"boolean"},
-    int: {"integer", "number"},
-    float: {"integer", "number"},
-    type(None): {"null"},
-    list: {"array"},
-    dict: {"object"},
-}
+_OF_PYTHON = {"True": "true", "False": "false", "None": "null"}  # as templates write them in the history
+
+
+def _ends(over: str) -> regex.Pattern[str]:
+    """Where a value may end: at a tag that only another one follows, as text could hold it; `over`: or the end.
+
+    Models leave closing tags out, or write them only nearly. Of tags that open something those are ends whose
+    names are known: see `_Call`.
+    """
+    closing = r"</parameter[^<>\n]{0,9}>?"
+    return regex.compile(
+        rf"\n?(?:{closing}(?={_B}(?:<parameter=|</function>|</tool_call>|{_CALL}{over}))"
+        rf"|(?=</function>{_B}(?:</tool_call>|{_CALL}{over}))"
+        rf"|(?=</tool_call>{_B}(?:{_CALL}{over}))"
+        rf"|(?P<bare></parameter>)(?={_B}[^\s<])"
+        rf"|(?={_PARAMETER})|(?={_FUNCTION}))"
+    )
+
+
+_HALVES = "|".join(
+    tag[:size] for tag in ("</parameter>", "</function>", "</tool_call>") for size in range(3, len(tag))
+)
+_ENDS = _ends("")
+_LAST_ENDS = regex.compile(_ends(r"|\Z").pattern + rf"|\n?(?:{_HALVES})\Z")
 
 
 def qwen3_coder(source: Source, tools: Tools) -> Steps[None]:
     """Calls anywhere in the text. Values are of the types that the function's schema says."""
-    while (yield from text_until(source, content, ("<tool_call>", "<function="))):
-        if not (match := (yield from match_next(source, _HEAD))):
+    types: dict[str, ArgumentTypes] = {}
+    while (yield from text_until(source, content, _TAG)):
+        match = yield from match_next(source, _HEAD)
+        if match is None or not (match["bracket"] or match["function"] in tools.parameters):
             yield content(source.take(1))
             continue
-        yield Part(Kind.NAME, source.take(match.end()), match[1])
-        properties = tools.parameters.get(match[1], {}).get("properties")
-        if (yield from _arguments(source, properties if isinstance(properties, Mapping) else {})):
-            yield from skip_next(source, _CLOSED)
+        name = match["function"]
+        yield Part(Kind.NAME, source.take_to(match.end()), name)
+        own = types.setdefault(name, ArgumentTypes(tools.parameters.get(name, {})))
+        yield from _Call(source, own, tools.parameters).arguments()
         if tools.only_one:
             return
 
 
-def _arguments(source: Source, properties: Mapping[str, Any]) -> Steps[bool]:
-    """Take parameters as an object. Returns whether it is whole."""
-    before = "{"
-    while match := (yield from match_next(source, _NEXT)):
-        raw = source.take(match.end())
-        if match[1] is None:
-            yield Part(Kind.ARGUMENTS, raw, "{}" if before == "{" else "}")
-            return True
-        yield Part(Kind.ARGUMENTS, raw, f"{before}{_quoted(match[1])}: ")
-        if (yield from match_next(source, _NEW_LINE)):
-            yield Part(Kind.ARGUMENTS, source.take(1), "")
-        schema = properties.get(match[1])
-        if not (yield from (_text(source) if is_plain_text(schema) else _value(source, schema))):
-            return False
-        before = ", "
-    return False
+class _Call:
+    """One whose arguments are read."""
+
+    def __init__(self, source: Source, types: ArgumentTypes, functions: Collection[str]) -> None:
+        self._source, self._types, self._functions = source, types, functions
+        self._given: set[str] = set()  # parameters that it has had
+
+    def arguments(self) -> Steps[None]:
+        """Take parameters as an object, which is closed in any case."""
+        source = self._source
+        while (match := (yield from match_next(source, _NEXT))) and (key := match["key"]) is not None:
+            yield _told(source.take_to(match.end()), f"{', ' if self._given else '{'}{quoted(key)}: ")
+            self._given.add(key)
+            if (yield from match_next(source, _NEW_LINE)):
+                yield _told(source.take(1), "")
+            yield from self._text() if self._types.is_plain_text(key) else self._value(key)
+        brace = "}" if self._given else "{}"
+        if match:
+            yield _told(source.take_to(match.end()), brace)
+            yield END
+            if match["closing"] == "</function>":
+                yield from skip_closing(source, _OUTER)
+            return
+        yield from skip_closing(source, _NEXT)
+        yield _told("", brace)
+        if source.is_over or (yield from match_next(source, _NEXT_CALL)):
+            yield END
+
+    def _text(self) -> Steps[None]:
+        """Take a value that is text whatever it looks like."""
+        yield _told("", '"')
+        tag = yield from self._until_end(lambda raw: _told(raw, quoted(raw)[1:-1]), lambda: False)
+        yield _told(tag, '"')
+
+    def _value(self, key: str) -> Steps[None]:
+        """Take a value that is known only when it has ended."""
+        held: list[str] = []
+
+        def made(raw: str) -> Part:
+            held.append(raw)
+            return _told(raw, "")
+
+        _, tag = yield from collected(self._until_end(made, lambda: _is_json("".join(held).strip())))
+        raw = "".join(held)
+        yield _told(raw + tag, _as_json(raw, self._types.of(key)))
+
+    def _until_end(self, made: Callable[[str], Part], is_json: Callable[[], bool]) -> Steps[str]:
+        """Take a value up to its end. Returns the tag there, "" if there is none.
+
+        `is_json` tells whether the text so far is a whole value: then the first closing tag ends it anyway.
+        """
+        source, is_first = self._source, True
+        while match := (yield from text_until(source, made, _ENDS, _LAST_ENDS)):
+            if match["bare"]:
+                is_end, is_first = is_first and is_json(), False
+            elif match["key"]:
+                known = self._types.properties
+                is_end = match["key"] not in self._given and (not known or match["key"] in known)
+            else:
+                is_end = not match["function"] or match["function"] in self._functions
+            if is_end:
+                return source.take_to(match.end())
+            yield made(source.take(1))
+        return ""
 
 
-def is_plain_text(schema: object) -> bool:
-    """Whether a value of this schema is text whatever it looks like."""
-    return isinstance(schema, Mapping) and schema.get("type") == "string"
+def _told(raw: str, text: str) -> Part:
+    return Part(Kind.ARGUMENTS, raw, text)
 
 
-def _text(source: Source) -> Steps[bool]:
-    yield Part(Kind.ARGUMENTS, "", '"')
-    if not (yield from text_until(source, lambda raw: Part(Kind.ARGUMENTS, raw, _quoted(raw)[1:-1]), _ENDS)):
-        return False
-    yield Part(Kind.ARGUMENTS, source.take(source.text.index(">") + 1), '"')
-    return True
-
-
-def _value(source: Source, schema: object) -> Steps[bool]:
-    """Take JSON, or text where it is none, or where the schema wants that; it is known only when it has ended."""
-    start, end = (yield from _closing(source)) or (len(source.text), 0)
-    raw, tag = source.take(start), source.take(end - start)
+def _as_json(raw: str, types: frozenset[str]) -> str:
+    """JSON of one of these types, or text where it is none, or where that is among the types and it is not."""
     value = _OF_PYTHON.get(raw.strip(), raw.strip())
-    if not tag:
-        value = raw if _begins_json(raw) else _quoted(raw)[:-1]
-    elif not _is_json(value) or _is_text_by(schema, json.loads(value)):
-        value = _quoted(raw)
-    if raw or tag:
-        yield Part(Kind.ARGUMENTS, raw + tag, value)
-    return bool(tag)
-
-
-def _closing(source: Source) -> Steps[tuple[int, int] | None]:
-    """Start and end of the tag that ends a value; None where none comes. It is the first one, unless that is in a
-    string of JSON that is whole before a later one.
-    """
-    first = None
-    found, read, searched = JsonObject(), 0, 0
-    found.push(_BEFORE)
-    while True:
-        if (tag := find_stop(_ENDS, source.text, searched)) is None:
-            if source.ended:
-                return first
-            searched = len(source.text)
-            yield None
-            continue
-        first = first or tag
-        found.push(source.text[read : tag[0]])
-        if not found.is_in_string:
-            return tag if _is_json(source.text[: tag[0]].strip()) else first
-        read = searched = tag[1]
-        found.push(source.text[tag[0] : read])
-        if found.is_broken:
-            return first
-
-
-def _is_text_by(schema: object, value: object) -> bool:
-    """Whether text is among the types of a schema, and that of a JSON value is not: 12 for text or null."""
-    types = _types(schema)
-    return "string" in types and types.isdisjoint(_TYPES[type(value)])
-
-
-def _types(schema: object) -> set[str]:
-    """Those that a schema names, in its alternatives too; none where these may have others."""
-    if not isinstance(schema, Mapping):
-        return set()
-    named = schema.get("type")
-    if named is None:
-        choices = schema.get("anyOf", schema.get("oneOf"))
-        each = [_types(choice) for choice in choices] if isinstance(choices, list) else []
-        return set().union(*each) if all(each) else set()
-    return {one for one in (named if isinstance(named, list) else [named]) if isinstance(one, str)}
+    if _is_json(value):
+        is_text = "string" in types and types.isdisjoint(types_of(json.loads(value)))
+        return quoted(raw) if is_text else value
+    if "string" not in types and value[:1] in ("[", "{"):
+        return whole_json(value) or quoted(raw)
+    return quoted(raw)
 
 
 def _is_json(text: str) -> bool:
+    """Whether this is JSON that everybody can read."""
     try:
-        json.loads(text, parse_constant=refuse_constant)
+        value = json.loads(text, parse_constant=refuse_constant, parse_float=finite, parse_int=finite)
+        json.dumps(value, ensure_ascii=False).encode()  # halves of surrogate pairs have no UTF-8
     except (ValueError, RecursionError):
         return False
-    return True
-
-
-def _begins_json(text: str) -> bool:
-    found = JsonObject()
-    found.push(_BEFORE + text)
-    return not found.is_done and not found.is_broken
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return not nests_deeper(value, MOST_DEEP)

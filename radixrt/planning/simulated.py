@@ -128,7 +128,12 @@ def simulated_parts(
         limits=limits,
         engine=engine,
         builder=RequestBuilder(
-            model.config, tokenizer, context_length=context_length, seed=0, refusal=engine.scheduler.refusal
+            model.config,
+            tokenizer,
+            context_length=context_length,
+            seed=0,
+            refusal=engine.scheduler.refusal,
+            pool_tokens=limits.pool_tokens,
         ),
         model=model,
         output_of=partial(request_output, tokenizer=tokenizer),

@@ -33,6 +33,7 @@ from radixrt.engine.signals import deferred
 from radixrt.errors import DeviceLostError, ParameterError, PassError, RadixrtError, ReplicaLostError
 from radixrt.frontend.arguments import OnError, Params, Prompt, listed_prompts, read_params
 from radixrt.frontend.request_builder import builder_without_weights
+from radixrt.frontend.sampling_aliases import chosen_length
 from radixrt.limits import HANG_SECONDS, RunLimits
 from radixrt.listed import listed_requests, store_of
 from radixrt.output import RequestOutput
@@ -129,7 +130,7 @@ class ReplicaGroup:
         said = [lane.ready for lane in self.lanes if lane.is_ready]
         self.limits = RunLimits(*map(min, zip(*(each["limits"] for each in said), strict=True)))
         self.context_length = self._builder.context_length = min(each["context_length"] for each in said)
-        self._builder.refusal = self._refusal
+        self._builder.refusal, self._builder.pool_tokens = self._refusal, self.limits.pool_tokens
         for lane in self.lanes:
             lane.least = self.limits
         self.products = tuple(_Told(table) for table in said[0]["products"])
@@ -200,7 +201,9 @@ class ReplicaGroup:
         """`Runtime.run_batch`, on all replicas. It may go on with what fewer or more of them have begun."""
         from radixrt.batch.job import run_batch
 
-        options["default_params"] = read_params(options.get("default_params"), self.default_params)
+        given = options.get("default_params")
+        options.setdefault("chat_max_tokens", chosen_length(given, self.default_params))
+        options["default_params"] = read_params(given, self.default_params)
         self._check_open()
         with self._only_call():
             while self.has_work:  # of a call that was left early: it was aborted, and nobody has looked since

@@ -12,6 +12,8 @@ import numpy as np
 from radixrt.arrays import BoolArray, Int32Array
 from radixrt.cache.pending_match import PendingMatch
 from radixrt.cache.prefix_cache import PrefixCache
+from radixrt.limits import EXPECTED_TOKENS
+from radixrt.sampling_params import MAX_NEW_TOKENS
 from radixrt.schedule.answer import Answer
 
 
@@ -78,8 +80,10 @@ class OutputEstimate:
 
     A share of what it may have, but hardly more than ended answers had: their mean length plus twice the mean
     deviation, both fading. The share falls a little with every pass and rises when memory has fallen short, so
-    that memory is neither kept idle for outputs that end early nor promised twice for those that do not. Answers
-    that no token can stop are expected to run to their end.
+    that memory is neither kept idle for outputs that end early nor promised twice for those that do not. Before
+    enough have ended, some length stands in their place, and doubles when memory has fallen short: the limit of a
+    chat may be the whole context, and others are to run beside it. Answers that no token can stop are expected to
+    run to their end.
     """
 
     INITIAL, MIN, FALL, RISE = 0.7, 0.1, 0.995, 0.2
@@ -89,6 +93,7 @@ class OutputEstimate:
     def __init__(self) -> None:
         self.share = self.INITIAL
         self._ended = 0
+        self._unknown = EXPECTED_TOKENS
         self._mean = self._deviation = 0.0
 
     def expected(self, answer: Answer) -> int:
@@ -107,7 +112,7 @@ class OutputEstimate:
 
     def _most(self) -> float:
         """Output tokens that hardly any answer has more of."""
-        return self._mean + 2 * self._deviation if self._ended >= self.ENOUGH else math.inf
+        return self._mean + 2 * self._deviation if self._ended >= self.ENOUGH else self._unknown
 
     def pass_scheduled(self) -> None:
         self.share = max(self.MIN, self.share * self.FALL)
@@ -116,6 +121,7 @@ class OutputEstimate:
         """Memory was promised that is not there."""
         self.share = min(1.0, self.share + self.RISE)
         self._ended = 0  # the outputs that have ended so far were not typical of those that run
+        self._unknown = min(2 * self._unknown, MAX_NEW_TOKENS)
 
     def ended(self, num_output: int) -> None:
         """An answer has ended with so many output tokens."""

@@ -14,6 +14,7 @@ from radixrt.frontend.openai import (
     answer_body,
     chunk_body,
     finish_reason,
+    is_cut,
     logprobs_body,
     shown_logprobs,
     usage_body,
@@ -49,7 +50,7 @@ class Answering:
             asked.url,
             outputs,
             echoed=[self._text(prompt) for prompt in asked.prompts] if asked.is_echoed else None,
-            message_of=None if reading is None else lambda text: message_of(reading.parts(text)),
+            message_of=None if reading is None else lambda answer: message_of(reading.parts(answer)),
             includes_stop=asked.params.include_stop_str,
             id_digest=uuid.uuid4().hex,
             model=asked.model,
@@ -141,20 +142,23 @@ class _Streamed:
         if self._counts is not None:
             self._counts = chunk.prompt_tokens, self._counts[1] + len(chunk.token_ids)
         if tokens is not None or self._reader is not None or self._counts is not None:
-            events = self._taken_apart(chunk.text, tokens, ended is not None)
+            events = self._taken_apart(chunk, tokens, ended is not None)
         else:
             events = self.frame.of(chunk.text) if chunk.text else b""
         if ended is not None:
-            events += self.event("", finish_reason=finish_reason(ended, self._deltas.num_calls > 0))
+            events += self.event("", finish_reason=finish_reason(ended, self._deltas.has_called))
         return events
 
-    def _taken_apart(self, text: str, tokens: tuple[TokenLogprob, ...] | None, has_ended: bool) -> bytes:
+    def _taken_apart(
+        self, chunk: StreamChunk, tokens: tuple[TokenLogprob, ...] | None, has_ended: bool
+    ) -> bytes:
         """With what more of its text tells in a chat's terms, and log-probabilities."""
+        text = chunk.text
         if self._reader is None:
             deltas: list[dict[str, Any]] = [{"content": text}] if text else []
         else:
             parts = self._reader.push(text)
-            deltas = self._deltas.of([*parts, *self._reader.finish()] if has_ended else parts)
+            deltas = self._deltas.of([*parts, *self._reader.finish(is_cut=is_cut(chunk))] if has_ended else parts)
         if not tokens and not deltas:
             return b""
         logprobs = logprobs_body(self._url, tokens, self._spelling, self._offset)

@@ -21,6 +21,7 @@ from radixrt.engine.live_stream import LiveStream
 from radixrt.errors import ParameterError, PromptError, RadixrtError
 from radixrt.frontend.arguments import Prompt
 from radixrt.frontend.openai import CHAT, COMPLETIONS, asked_prompt
+from radixrt.frontend.sampling_aliases import chosen_length
 from radixrt.output import RequestOutput, Usage
 from radixrt.parsers.choosing import Parsers, chosen
 from radixrt.runtime import Runtime
@@ -107,16 +108,20 @@ class Server:
         hosts: Iterable[str] | None = None,
         limits: Limits | None = None,
         parsers: Parsers | None = None,
+        chat_max_tokens: int | None = None,
         batches: Batches | None = None,
         writers: StreamWriters | None = None,
     ):
         """With `hosts` it answers to these names alone. `parsers` are those of the model's chats; None: those that
-        its chat template tells. `batches` are begun here, and ended by who has made them.
+        its chat template tells. Chats that give no maximum have `chat_max_tokens`; None: what the Runtime's
+        defaults have chosen, or all that the context leaves. `batches` are begun here, and ended by who has made
+        them.
         """
         self.runtime, self.name = runtime, name
         self.limits = limits or Limits()
         self.draining = False
         self._parsers = chosen(runtime.tokenizer) if parsers is None else parsers
+        self._chat_max_tokens = chat_max_tokens or chosen_length(None, runtime.default_params)
         self._tenants, self._hosts = tenants or Tenants(), hosts
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="radixrt-server")
         self._answering, self._metrics = Answering(runtime), Metrics(runtime)
@@ -127,7 +132,7 @@ class Server:
         self._last_pass = runtime.activity().passes, time.monotonic()  # their number, and when it was new
         self._batches, self._writers = batches, writers
         if batches is not None:
-            batches.start(self._parsers, self._begin_work)
+            batches.start(self._parsers, self._begin_work, self._chat_max_tokens)
 
     def app(self) -> Starlette:
         """As an ASGI server runs it."""
@@ -193,7 +198,14 @@ class Server:
         return await self._answer(self._answering, self._reader(COMPLETIONS), request, tenant)
 
     def _reader(self, url: str) -> Callable[..., Asked]:
-        return partial(read_asked, url, parsers=self._parsers, tokenizer=self.runtime.tokenizer, name=self.name)
+        return partial(
+            read_asked,
+            url,
+            parsers=self._parsers,
+            tokenizer=self.runtime.tokenizer,
+            name=self.name,
+            chat_max_tokens=self._chat_max_tokens,
+        )
 
     async def _generate(self, request: Request, tenant: str | None) -> Response:
         return await self._answer(Generating(self.runtime), read_generate, request, tenant)

@@ -66,8 +66,10 @@ def read_asked(
     parsers: Parsers,
     tokenizer: Tokenizer | None,
     name: str,
+    chat_max_tokens: int | None = None,
 ) -> Asked:
-    """What a body without what is null asks for; `name` is the model's where the body has none.
+    """What a body without what is null asks for; `name` is the model's where the body has none. A chat that gives
+    no maximum has `chat_max_tokens`, if there is such a default.
 
     Raises ParameterError, PromptError or TokenizerError, by name.
     """
@@ -76,7 +78,7 @@ def read_asked(
     if url == CHAT:
         rest = without_tools(rest)
     streaming = _streaming(given)
-    params = sampling_params_from_dict(sampling_values(url, rest), defaults)
+    params = sampling_params_from_dict(sampling_values(url, rest, chat_max_tokens), defaults)
     is_echoed = url == COMPLETIONS and _is_echoed(given, params)
     if is_echoed:
         params = replace(params, prompt_logprobs=params.logprobs)

@@ -10,8 +10,8 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect
 
-from radixrt.batch.formats.strict_json import loads, nests_deeper
-from radixrt.checks import kind
+from radixrt.batch.formats.strict_json import loads
+from radixrt.checks import kind, nests_deeper
 from radixrt.server.limits import Limits
 from radixrt.server.refusal import Refusal
 

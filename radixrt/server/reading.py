@@ -9,13 +9,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from radixrt.errors import ParameterError
+from radixrt.frontend.openai import is_cut
 from radixrt.frontend.tool_calls import NONE, asked_choice, asked_tools
+from radixrt.output import CompletionOutput
 from radixrt.parsers.choosing import Parsers
 from radixrt.parsers.forcing import forced_grammar
-from radixrt.parsers.names import HARMONY, THINK
+from radixrt.parsers.names import TAGS, THINK
 from radixrt.parsers.reader import AnswerReader
 from radixrt.parsers.source import Part, Tools
-from radixrt.parsers.thinking import opens_thoughts
+from radixrt.parsers.thinking import is_within_thoughts, opens_thoughts
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.chat import Chat
 from radixrt.text.tokenizer import Tokenizer
@@ -29,20 +31,22 @@ class Reading:
         parsers: that find it.
         tools: what may be called, if anything.
         is_thinking: whether the prompt has opened the thoughts.
+        said: the beginning of the answers, if a message goes on.
     """
 
     parsers: Parsers
     tools: Tools | None
     is_thinking: bool
+    said: str
 
     def reader(self) -> AnswerReader:
         """Of one answer."""
-        return AnswerReader(self.parsers.tools, self.parsers.reasoning, self.tools, self.is_thinking)
+        return AnswerReader(self.parsers.tools, self.parsers.reasoning, self.tools, self.is_thinking, self.said)
 
-    def parts(self, text: str) -> list[Part]:
+    def parts(self, answer: CompletionOutput) -> list[Part]:
         """Of a whole answer."""
         reader = self.reader()
-        return [*reader.push(text), *reader.finish()]
+        return [*reader.push(answer.text), *reader.finish(is_cut=is_cut(answer))]
 
 
 def without_tools(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,21 +84,44 @@ def reading_of(
             )
     if not is_read or (tools is None and parsers.reasoning is None):  # nothing is looked for
         return None, params
-    is_thinking = False
-    if parsers.reasoning == THINK and tokenizer is not None and params.form is None:  # which thoughts have not
-        continued = chat.messages[-1]["content"] if chat.is_continued else None
-        is_thinking = opens_thoughts(tokenizer.chat_text(chat), continued)
+    is_thinking, said = False, ""
+    if tokenizer is not None and params.form is None:  # an answer in a form begins with that
+        is_thinking, said = _beginning(chat, parsers, tokenizer)
+    reading = Reading(parsers, tools, is_thinking, said)
     if not isinstance(choice, str):
         assert tools is not None
         assert parsers.tools is not None
+        if reading.reader().has_open_call:
+            raise ParameterError(
+                "tool_choice asks for a call, and the message that goes on ends within one; leave tool_choice out"
+            )
         grammar = forced_grammar(
             parsers.tools,
             parsers.reasoning,
             {name: tools.parameters[name] for name in choice},
             several=given["tool_choice"] == "required" and not tools.only_one,
-            is_thinking=is_thinking,
+            is_thinking=parsers.reasoning == THINK and is_within_thoughts(is_thinking, said),
         )
         params = replace(params, grammar=grammar, form_engine="auto")
-    if parsers.reasoning == HARMONY or (tools is not None and parsers.tools is not None):
-        params = replace(params, skip_special_tokens=False)  # tags may be special tokens
-    return Reading(parsers, tools, is_thinking), params
+    if tokenizer is not None and _are_special(reading, tokenizer):
+        params = replace(params, skip_special_tokens=False)
+    return reading, params
+
+
+def _beginning(chat: Chat, parsers: Parsers, tokenizer: Tokenizer) -> tuple[bool, str]:
+    """Whether the prompt opens thoughts, and with what of the answer it ends. Raises TokenizerError."""
+    if not chat.is_continued and parsers.reasoning != THINK:
+        return False, ""
+    prompt, said = tokenizer.chat_text(chat), ""
+    if chat.is_continued:  # templates strip contents
+        place = prompt.rindex(chat.messages[-1]["content"].strip())
+        prompt, said = prompt[:place], prompt[place:]
+    return parsers.reasoning == THINK and opens_thoughts(prompt), said
+
+
+def _are_special(reading: Reading, tokenizer: Tokenizer) -> bool:
+    """Whether a tag that is looked for is lost where special tokens are left out."""
+    names = (reading.parsers.reasoning, reading.parsers.tools if reading.tools is not None else None)
+    tags = [tag for name in names if name is not None for tag in TAGS[name]]
+    texts = (tokenizer.decode(ids) for ids in tokenizer.encode_batch(tags, add_special_tokens=False))
+    return any(tag not in text for tag, text in zip(tags, texts, strict=True))

@@ -8,6 +8,7 @@ import logging
 
 from radixrt.checks import short
 from radixrt.errors import (
+    ContextLengthError,
     DeviceLostError,
     ParameterError,
     PassError,
@@ -46,6 +47,8 @@ def refusal_of(error: Refusal | RadixrtError) -> Refusal:
     """What an error tells a client. One that is not the client's fault is logged, with where it comes from."""
     if isinstance(error, Refusal):
         return error
+    if isinstance(error, ContextLengthError):
+        return Refusal(400, str(error), "context_length_exceeded")  # OpenAI's, which agents look for
     if isinstance(error, (ParameterError, PromptError, TokenizerError)):
         return Refusal(400, str(error), "invalid_value")
     _log.error("a request has failed: %s", error, exc_info=error)

@@ -7,16 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
+from radixrt.checks import short
 from radixrt.errors import TokenizerError
 
 Message = Mapping[str, Any]
 
-# Keys of a message besides role and content.
-MORE_OF_ROLE: Mapping[str, tuple[str, ...]] = {
-    "assistant": ("tool_calls", "reasoning_content"),
-    "tool": ("tool_call_id", "name"),
-}
-_GIVEN = ("messages", "tools", "chat_template_kwargs", "continue_final_message")
+_TEXTS = ("reasoning_content", "tool_call_id", "name")  # fields of messages
+# Fields that would tell the model something, in ways that are not taken.
+_NOT_TAKEN = ("audio", "function_call", "images", "videos", "files", "prefix", "partial")
+_HINTS = ("cache_control",)  # of tools' functions
+_GIVEN = ("messages", "tools", "chat_template_kwargs", "continue_final_message", "reasoning_effort")
+_LONGEST_EFFORT = 64  # characters
 _RESERVED = ("messages", "tools", "add_generation_prompt")  # what a template gets anyway
 
 
@@ -29,17 +30,20 @@ class Chat:
         tools: descriptions of functions, as the template wants: mostly {"type": "function", "function": {...}}.
         template_kwargs: further variables of the template.
         is_continued: the last message is the beginning of the answer, which goes on where it ends.
+        reasoning_effort: a further variable of templates that use it; others have no use for it.
     """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = field(default_factory=list)
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     is_continued: bool = False
+    reasoning_effort: str | None = None
 
     @classmethod
     def of(cls, given: Chat | Mapping[str, Any] | Sequence[Message]) -> Chat:
-        """Copy messages, or a dict with `messages` and, if need be, `tools`, `chat_template_kwargs` and
-        `continue_final_message`; None is the same as none. Raises TokenizerError, which names what is bad.
+        """Copy messages, or a dict with `messages` and, if need be, `tools`, `chat_template_kwargs`,
+        `continue_final_message` and `reasoning_effort`; None is the same as none. Raises TokenizerError, which
+        names what is bad.
         """
         if isinstance(given, Chat):
             return given
@@ -53,11 +57,18 @@ class Chat:
             raise TokenizerError(f"continue_final_message is {continued!r}; it must be True or False")
         if continued and (messages[-1]["role"] != "assistant" or not messages[-1].get("content")):
             raise TokenizerError("continue_final_message needs a last message of the assistant that has a content")
+        effort = given.get("reasoning_effort")
+        if effort is not None and (not isinstance(effort, str) or len(effort) > _LONGEST_EFFORT):
+            raise TokenizerError(
+                f"reasoning_effort is {short(repr(effort))}; it must be a string of at most {_LONGEST_EFFORT} "
+                "characters"
+            )
         return cls(
             messages,
             checked_tools(given.get("tools")),
             checked_kwargs(given.get("chat_template_kwargs")),
             bool(continued),
+            effort,
         )
 
 
@@ -72,9 +83,9 @@ def checked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Copy messages. Raises TokenizerError, which names a bad one.
 
     Each is a dict of a role and a content: a string, or a list of {"type": "text", "text"}, which are joined. The
-    assistant's may have `tool_calls`, whose arguments become objects where they are JSON as a string, then without
-    a content if there is none, and `reasoning_content`; a tool's may have `tool_call_id` and `name`. Any may have
-    other keys whose value is None or [], which say nothing.
+    assistant's may have `tool_calls`, then without a content if there is none: arguments become objects where they
+    are JSON as a string, and stay what they are otherwise. Other fields are kept for templates that use them, such
+    as `name`; those that would tell the model more, such as `audio`, are refused unless they are empty.
     """
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
         raise TokenizerError(f"a chat is a list of messages, not {type(messages).__name__}")
@@ -86,36 +97,43 @@ def checked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def _checked_message(which: str, message: object) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise TokenizerError(f"{which} is {type(message).__name__}; it must be a dict of role and content")
-    calls = message.get("tool_calls")
-    wanted = ("role",) if calls else ("role", "content")
-    if missing := [key for key in wanted if key not in message]:
-        raise TokenizerError(f"{which} has no {' and no '.join(map(repr, missing))}")
-    role = _checked_text(f"{which} has a role", which, message["role"], " of its role")
-    if not role:
-        raise TokenizerError(f"{which} has an empty role")
-    known = ("role", "content", *MORE_OF_ROLE.get(role, ()))
     # As OpenAI's client gives an answer's message: with fields that are not of its role, None or [].
     given = {key: value for key, value in message.items() if key in ("role", "content") or not _is_empty(value)}
-    if unknown := [key for key in given if key not in known]:
-        may = f"{', '.join(map(repr, known[:-1]))} and {known[-1]!r}"
-        raise TokenizerError(
-            f"{which} has {', '.join(map(repr, unknown))}; with the role {role!r} it may have {may}"
-        )
+    is_answer = given.get("role") == "assistant"
+    calls, content = given.get("tool_calls"), given.get("content")
+    if is_answer and not content and (given.get("refusal") or (not calls and given.get("reasoning_content"))):
+        content = given["content"] = given.get("refusal") or ""  # all that was said
+    if missing := [key for key in (("role",) if calls else ("role", "content")) if key not in given]:
+        raise TokenizerError(f"{which} has no {' and no '.join(map(repr, missing))}")
+    role = _checked_text(f"{which} has a role", which, given["role"], " of its role")
+    if not role:
+        raise TokenizerError(f"{which} has an empty role")
+    if calls and not is_answer:
+        raise TokenizerError(f"{which} has 'tool_calls'; with the role {role!r} it may have none")
+    if unknown := [key for key in _NOT_TAKEN if given.get(key)]:
+        named = ", ".join(map(repr, unknown))
+        raise TokenizerError(f"{which} has {named}, which cannot be honoured; leave it out")
     checked: dict[str, Any] = {"role": role}
-    for key in known[1:]:
-        value = given.get(key)
-        if value is None and (key != "content" or calls):
-            if key in given and key == "content":
-                checked[key] = None  # templates tell it from an empty one
-            continue
-        if key == "tool_calls":
-            value = _checked_calls(which, value)
-        else:
-            if key == "content" and isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-                value = "".join(_part(which, place, part) for place, part in enumerate(value))
-            _checked_text(f"{which} has a {key}", which, value, f" of its {key}")
-        checked[key] = value
+    if content is not None or not calls:
+        content = _joined(which, content)
+        checked["content"] = _checked_text(f"{which} has a content", which, content, " of its content")
+    elif "content" in given:
+        checked["content"] = None  # templates tell it from an empty one
+    if calls:
+        checked["tool_calls"] = _checked_calls(which, calls)
+    for key, value in given.items():
+        if key in _TEXTS:
+            checked[key] = _checked_text(f"{which} has a {key}", which, value, f" of its {key}")
+        elif key not in checked and key not in _NOT_TAKEN:
+            checked[key] = _copied(f"{which} has a field {key!r}", value)
     return checked
+
+
+def _joined(which: str, content: object) -> object:
+    """A content whose parts are one text."""
+    if isinstance(content, Sequence) and not isinstance(content, (str, bytes)):
+        return "".join(_part(which, place, part) for place, part in enumerate(content))
+    return content
 
 
 def _is_empty(value: object) -> bool:
@@ -131,6 +149,8 @@ def _checked_text(has: str, which: str, value: object, part: str) -> str:
 
 def _part(which: str, place: int, part: object) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "refusal" and isinstance(part, Mapping) and isinstance(part.get("refusal"), str):
+        return str(part["refusal"])  # what the assistant has said
     if isinstance(kind, str) and kind != "text":
         raise TokenizerError(f"{which} has a content whose part {place} is of type {kind!r}; only text is taken")
     if not isinstance(part, Mapping) or kind is None or not isinstance(part.get("text"), str):
@@ -148,20 +168,24 @@ def _checked_calls(which: str, calls: object) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise TokenizerError(f"{which} has a tool call {place} without a function that has a name")
-        arguments = function.get("arguments", {})
-        if isinstance(arguments, str):  # as OpenAI has them; templates want the object
-            try:
-                arguments = json.loads(arguments or "{}")
-            except (ValueError, RecursionError):
-                arguments = None
-        if not isinstance(arguments, dict):
-            raise TokenizerError(f"{which} has a tool call {place} whose arguments are no JSON object")
-        checked.append({**call, "function": {**function, "arguments": arguments}})
+        checked.append({**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}})
     return checked
 
 
+def _arguments(given: Any) -> dict[str, Any] | str:
+    """Arguments as an object, as templates want them; or what was said in their place, if that is none."""
+    if given is None or isinstance(given, dict):
+        return given or {}
+    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    try:
+        read = json.loads(text or "{}", strict=False)  # models write new lines as they are
+    except (ValueError, RecursionError):
+        return text
+    return read if isinstance(read, dict) else text
+
+
 def checked_tools(tools: object) -> list[dict[str, Any]]:
-    """Copy descriptions of tools, [] for None. Raises TokenizerError."""
+    """Copy descriptions of tools, [] for None, without hints to servers. Raises TokenizerError."""
     if tools is None:
         return []
     if isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence):
@@ -169,7 +193,15 @@ def checked_tools(tools: object) -> list[dict[str, Any]]:
     if not all(isinstance(tool, Mapping) for tool in tools):
         raise TokenizerError("tools hold what is no object; each must be a dict that describes a function")
     checked: list[dict[str, Any]] = _as_json("tools", tools)
-    return checked
+    return [*map(_without_hints, checked)]
+
+
+def _without_hints(tool: dict[str, Any]) -> dict[str, Any]:
+    """A function without what is not for the model: templates write all that there is."""
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, dict):
+        return tool
+    return {"type": "function", "function": {key: function[key] for key in function if key not in _HINTS}}
 
 
 def checked_kwargs(given: object) -> dict[str, Any]:
@@ -185,9 +217,14 @@ def checked_kwargs(given: object) -> dict[str, Any]:
 
 
 def _as_json(which: str, value: Any) -> Any:
+    """A copy of a mapping or of a sequence."""
+    return _copied(which, dict(value) if isinstance(value, Mapping) else list(value))
+
+
+def _copied(which: str, value: Any) -> Any:
     """A copy, as templates in another process get it."""
     try:
-        return json.loads(json.dumps(dict(value) if isinstance(value, Mapping) else list(value)))
+        return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as error:
         raise TokenizerError(f"{which} that cannot be written as JSON: {error}") from None
 

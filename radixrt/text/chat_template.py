@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from radixrt.errors import TokenizerError
@@ -38,6 +38,7 @@ _WHAT = {
 }
 
 _THINKING = "thinking"  # gpt-oss's name for reasoning_content
+_KNOWN = {"role", "content", "tool_calls", "reasoning_content", "tool_call_id", "name"}  # fields of messages
 
 # Behind a message that goes on. Its blank shows whether the template strips messages.
 _END_MARK = "[end of the message that 9c1f5e27 goes on] "
@@ -52,6 +53,7 @@ class ChatTemplate:
 
     def __init__(self, plain: str, with_tools: str, special_tokens: Mapping[str, str]) -> None:
         self._sources = {"plain": plain, "with_tools": with_tools}
+        self._words = {name: frozenset(re.findall(r"\w+", source)) for name, source in self._sources.items()}
         self._special_tokens = dict(special_tokens)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -62,17 +64,21 @@ class ChatTemplate:
         """Whether one of the templates' sources holds this text."""
         return any(text in source for source in self._sources.values())
 
+    def uses(self, name: str, *, with_tools: bool = False) -> bool:
+        """Whether a name occurs in the template."""
+        return name in self._words["with_tools" if with_tools else "plain"]
+
     def check_uses(self, names: Mapping[str, Any] | list[str], what: str, *, with_tools: bool = False) -> None:
         """Raise TokenizerError if a name does not occur in the template: what has it would be lost."""
-        source = self._sources["with_tools" if with_tools else "plain"]
         for name in names:
-            if not re.search(rf"\b{re.escape(name)}\b", source):
+            if not self.uses(name, with_tools=with_tools):
                 raise TokenizerError(f"{what} {name!r}, which the chat template of this checkpoint does not use")
 
     def render(
         self, chats: Sequence[Chat], template_kwargs: Mapping[str, Any], *, add_generation_prompt: bool
     ) -> list[str | TokenizerError]:
-        """The text of each chat, or the error of one that the template takes not, or that passes a limit.
+        """The text of each chat, or the error of one that the template takes not, of which it leaves something
+        out, or that passes a limit.
 
         `template_kwargs` are for chats that do not give them.
         """
@@ -86,14 +92,17 @@ class ChatTemplate:
             except TokenizerError as error:
                 texts[place] = error
         answers = dict(zip(asked, self._answers(list(asked.values())), strict=True))
-        failed = {place for place, answer in answers.items() if answer.get("error") == template_process.FAILED}
-        # A message that only calls has no content: some templates ask whether it is none, others fail on that.
-        again = {place: _with_contents(asked[place]) for place in failed if _lacks_content(chats[place])}
-        answers |= zip(again, self._answers(list(again.values())), strict=True)
+        # Templates differ in what they take for a call's message without a content, and for arguments.
+        others = {place: _otherwise(asked[place]) for place, answer in answers.items() if _may_be_mended(answer)}
+        while others:
+            again = {place: question for place in others if (question := next(others[place], None)) is not None}
+            for place, answer in zip(again, self._answers(list(again.values())), strict=True):
+                if _is_whole(answer):
+                    answers[place] = answer
+            others = {place: others[place] for place in again if not _is_whole(answers[place])}
         for place, answer in answers.items():
             try:
-                text = _text_of(answer)
-                texts[place] = _up_to_mark(text, chats[place]) if chats[place].is_continued else text
+                texts[place] = _text_of(answer, chats[place])
             except TokenizerError as error:
                 texts[place] = error
         return [texts[place] for place in range(len(chats))]
@@ -102,28 +111,46 @@ class ChatTemplate:
         self, chat: Chat, template_kwargs: Mapping[str, Any], add_generation_prompt: bool
     ) -> dict[str, Any]:
         """What the process is asked. Raises TokenizerError if the template would leave something out."""
-        with_tools, messages = bool(chat.tools), list[Message](chat.messages)
+        with_tools = bool(chat.tools)
         if with_tools:
             self.check_uses(["tools"], "the chat has", with_tools=True)
-        if any(message.get("tool_calls") for message in messages):
+        if any(message.get("tool_calls") for message in chat.messages):
             self.check_uses(["tool_calls"], "the chat has", with_tools=with_tools)
         self.check_uses(template_kwargs, "chat_template_kwargs have", with_tools=with_tools)
-        if chat.is_continued:
-            *before, last = messages
-            messages = [*before, {**last, "content": last["content"] + _END_MARK}]
-        if self.holds("<|channel|>analysis") and self.holds(_THINKING) and not self.holds("reasoning_content"):
-            messages = [*map(_with_thinking, messages)]  # it is gpt-oss's
+        effort: dict[str, str] = {}
+        if chat.reasoning_effort is not None and self.uses("reasoning_effort", with_tools=with_tools):
+            effort = {"reasoning_effort": chat.reasoning_effort}
         variables = {
-            "messages": messages,
+            "messages": [*self._messages(chat, with_tools)],
             "tools": chat.tools or None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt and not chat.is_continued,
             **self._special_tokens,
+            **effort,
             **template_kwargs,
         }
         return {"template": "with_tools" if with_tools else "plain", "variables": variables}
 
-    def _answers(self, asked: list[dict[str, Any]]) -> list[dict[str, str]]:
+    def _messages(self, chat: Chat, with_tools: bool) -> Iterator[Message]:
+        """Messages as the template knows them."""
+        is_of_gpt_oss = (
+            self.holds("<|channel|>analysis") and self.holds(_THINKING) and not self.holds("reasoning_content")
+        )
+        has_developers = self.uses("developer", with_tools=with_tools)
+        for place, given in enumerate(chat.messages):
+            message = given
+            if not message.keys() <= _KNOWN:
+                used = [key for key in message if key in _KNOWN or self.uses(key, with_tools=with_tools)]
+                message = {key: message[key] for key in used}
+            if message["role"] == "developer" and not has_developers:
+                message = {**message, "role": "system"}  # OpenAI's newer name of it
+            if is_of_gpt_oss:
+                message = _with_thinking(message)
+            if chat.is_continued and place == len(chat.messages) - 1:
+                message = {**message, "content": message["content"] + _END_MARK}
+            yield message
+
+    def _answers(self, asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The answers of the process; where one ends it, the others are asked one by one."""
         if not asked:
             return []
@@ -145,7 +172,7 @@ class ChatTemplate:
                 raise
             if answer.endswith(b"\n"):
                 self._endless = 0
-                given: list[dict[str, str]] = json.loads(answer)
+                given: list[dict[str, Any]] = json.loads(answer)
                 return given
             status = self._end(process, wait=1)
             if len(asked) == 1:
@@ -181,37 +208,88 @@ class ChatTemplate:
 
 
 def _with_thinking(message: Message) -> Message:
-    """A message with its thoughts where gpt-oss's template looks for them. It takes a call's message with either
-    thoughts or a content: then the content is kept.
+    """A message with its thoughts where gpt-oss's template looks for them. Beside a call it takes thoughts alone,
+    and leaves them out once an answer has come: there a content is one, and goes before others.
     """
-    thoughts, calls = message.get("reasoning_content"), message.get("tool_calls")
-    if not thoughts or (calls and message.get("content")):
+    thoughts = message.get("reasoning_content")
+    if message.get("tool_calls") and message.get("content"):
+        return {**message, "content": "", _THINKING: message["content"]}
+    return {**message, _THINKING: thoughts} if thoughts else message
+
+
+def _is_whole(answer: Mapping[str, Any]) -> bool:
+    return "text" in answer and not answer["lost"]
+
+
+def _may_be_mended(answer: Mapping[str, Any]) -> bool:
+    return answer.get("error") == template_process.FAILED or bool(answer.get("lost"))
+
+
+def _otherwise(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The same with empty contents of calls where there are none, with none where they are empty, and with the
+    arguments as JSON.
+    """
+    messages = question["variables"]["messages"]
+    tried = [messages]
+    for as_text in (False, True):
+        for content in (_AS_IT_IS, "", None):
+            changed = [_changed(message, content, as_text) for message in messages]
+            if changed not in tried:
+                tried.append(changed)
+                yield {**question, "variables": {**question["variables"], "messages": changed}}
+
+
+_AS_IT_IS = object()
+
+
+def _changed(message: Message, content: object, as_text: bool) -> Message:
+    """A message whose calls have no content with this one, and with their arguments as JSON if `as_text`."""
+    if not (calls := message.get("tool_calls")):
         return message
-    return {**message, _THINKING: thoughts}
+    if as_text:
+        calls = [{**call, "function": _with_text(call["function"])} for call in calls]
+    if content is _AS_IT_IS or message.get("content"):
+        return {**message, "tool_calls": calls}
+    return {**message, "tool_calls": calls, "content": content}
 
 
-def _text_of(answer: dict[str, str]) -> str:
+def _with_text(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    arguments = function["arguments"]
+    return function if isinstance(arguments, str) else {**function, "arguments": json.dumps(arguments)}
+
+
+def _text_of(answer: Mapping[str, Any], chat: Chat) -> str:
+    """The text of a chat. Raises TokenizerError if it has none, or not all of the chat is in it."""
     if "error" in answer:
         raise TokenizerError(f"the chat template {_WHAT[answer['error']].format(cause=answer['cause'])}")
-    return answer["text"]
+    if answer["lost"]:
+        raise TokenizerError(_told_lost(*min(answer["lost"], key=lambda part: _ORDER.index(part[0])), chat=chat))
+    text: str = answer["text"]
+    return _up_to_mark(text) if chat.is_continued else text
 
 
-def _lacks_content(chat: Chat) -> bool:
-    return any(message.get("content") is None for message in chat.messages)
+_ORDER = ("message", "call", "tool")
 
 
-def _with_contents(question: dict[str, Any]) -> dict[str, Any]:
-    """The same with empty contents where there are none."""
-    messages = [{**one, "content": one.get("content") or ""} for one in question["variables"]["messages"]]
-    return {**question, "variables": {**question["variables"], "messages": messages}}
+def _told_lost(kind: str, place: int, *more: int, chat: Chat) -> str:
+    """What the template has left out."""
+    who = "which the chat template of this checkpoint leaves out"
+    if kind == "tool":
+        return f"the chat has a tool {place}, {who} of these messages"
+    which, message = f"chat message {place}", chat.messages[place]
+    if kind == "call":
+        return f"{which} has a tool call {more[0]}, {who}"
+    if message.get("tool_calls"):
+        return f"{which} has a content beside its calls, {who}: give it a message of its own, or leave it out"
+    return f"{which} has the role {message['role']!r}, {who}: give it another role, or leave it out"
 
 
-def _up_to_mark(text: str, chat: Chat) -> str:
+def _up_to_mark(text: str) -> str:
     """A text up to the mark behind its last message. Raises TokenizerError if the template has changed that."""
     before, mark, _ = text.rpartition(_END_MARK)
     if not mark:  # the template strips messages: the blank at the mark's end is gone, and one before it would be
         before, mark, _ = text.rpartition(_END_MARK.rstrip())
         before = before.rstrip()
-    if not mark or chat.messages[-1]["content"].strip() not in before:
+    if not mark:
         raise TokenizerError("the chat template does not keep the last message, so it cannot be continued")
     return before

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from radixrt.errors import TokenizerError
+from radixrt.errors import ContextLengthError, TokenizerError
 from radixrt.text.chat import Chat
 from radixrt.text.tokenizer import Tokenizer
+from radixrt.text.traces import told
 
 _CHARACTERS = 8  # for each token that is allowed: shorter texts are encoded whole
 
@@ -26,22 +27,32 @@ def exceeds(tokenizer: Tokenizer, text: str, num_tokens: int) -> bool:
     return False
 
 
-def refusal_of_length(tokenizer: Tokenizer, text: str, context_length: int, where: str = "") -> str | None:
-    """Why a prompt is refused without being encoded whole; None if it is not. `where` the text is, for it."""
-    if not exceeds(tokenizer, text, context_length):
-        return None
-    return (
-        f"has {len(text):,} characters{where} and by far more tokens than a context of {context_length} takes: it "
-        f"may have at most {context_length - 1}"
+def too_long(num_tokens: int, context_length: int, longest: int) -> ContextLengthError:
+    """Why a prompt of so many tokens is refused, of which at most `longest` are taken."""
+    return ContextLengthError(
+        f"has {num_tokens} tokens, but this model's maximum context length is {context_length} tokens: it may "
+        f"have at most {longest}"
     )
 
 
-def refusal_of_chat(tokenizer: Tokenizer, chat: Chat, context_length: int) -> str | None:
+def refusal_of_length(
+    tokenizer: Tokenizer, text: str, context_length: int, where: str = ""
+) -> ContextLengthError | None:
+    """Why a prompt is refused without being encoded whole; None if it is not. `where` the text is, for it."""
+    if not exceeds(tokenizer, text, context_length):
+        return None
+    return ContextLengthError(
+        f"has {len(text):,} characters{where} and by far more tokens than fit: this model's maximum context "
+        f"length is {context_length} tokens, and a prompt may have at most {context_length - 1}"
+    )
+
+
+def refusal_of_chat(tokenizer: Tokenizer, chat: Chat, context_length: int) -> ContextLengthError | None:
     """Why a chat is refused without being rendered; None if it is not.
 
-    What the assistant has said does not count: templates leave parts of it out.
+    The assistant's thoughts do not count: templates leave them out.
     """
     if not tokenizer.has_chat_template:  # whoever renders it says so
         return None
-    said = (message.get("content") or "" for message in chat.messages if message["role"] != "assistant")
+    said = ((message.get("content") or "")[slice(*told(message))] for message in chat.messages)
     return refusal_of_length(tokenizer, "\n".join(said), context_length, " in its messages")

@@ -1,8 +1,9 @@
 """The process that renders chat templates: a template is a program, and only a process can be held to limits.
 
-It is run as a file, and imports nothing but jinja2. Its arguments are the paths of modules, and the limits; its
-standard input is lines of JSON: first the templates by name, then lists of {"template": name, "variables": {...}}.
-Each list is answered by a line, a list of {"text"} or {"error", "cause"}.
+It is run as a file, and imports nothing but jinja2 and two files beside it. Its arguments are the paths of
+modules, and the limits; its standard input is lines of JSON: first the templates by name, then lists of
+{"template": name, "variables": {...}}. Each list is answered by a line, a list of {"text", "lost"} or {"error",
+"cause"}; what is lost are parts of the chat that the text does not have, see `traces`.
 
 CPU time is the kernel's to limit: a render that takes too much ends the process, by SIGPROF.
 """
@@ -11,11 +12,14 @@ CPU time is the kernel's to limit: a render that takes too much ends the process
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import resource
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import IO, Any
 
 FORBIDDEN, REFUSED, FAILED, TOO_LONG, TOO_LARGE = "forbidden", "refused", "failed", "too long", "too large"
@@ -24,7 +28,9 @@ FORBIDDEN, REFUSED, FAILED, TOO_LONG, TOO_LARGE = "forbidden", "refused", "faile
 def main(paths: list[str], seconds: float, max_bytes: int, max_characters: int) -> None:
     """Answer standard input to its end."""
     sys.path[:] = paths  # those of the process that asks
-    render = _renderer(json.loads(sys.stdin.buffer.readline()), max_characters)
+    said = _beside("said_arguments").SaidArguments
+    render = _renderer(json.loads(sys.stdin.buffer.readline()), max_characters, said)
+    answer = partial(_answer, said, _beside("traces").lost, _timed(render, seconds))
     # What the process that asks ignores or blocks, this one would, too.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGPROF,))
@@ -32,38 +38,66 @@ def main(paths: list[str], seconds: float, max_bytes: int, max_characters: int) 
     # macOS knows this limit, and takes no notice of it.
     resource.setrlimit(resource.RLIMIT_AS, (max_bytes if hard < 0 else min(max_bytes, hard), hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _serve(sys.stdin.buffer, sys.stdout.buffer, render, seconds)
+    _serve(sys.stdin.buffer, sys.stdout.buffer, answer)
 
 
-def _serve(asked: IO[bytes], answers: IO[bytes], render: Any, seconds: float) -> None:
+def _beside(name: str) -> Any:
+    """The module in a file beside this one, without its package."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
+    spec: Any = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _serve(asked: IO[bytes], answers: IO[bytes], answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     while line := asked.readline():
-        given = []
-        for one in json.loads(line):
-            signal.setitimer(signal.ITIMER_PROF, seconds)
-            try:
-                given.append(render(one))
-            except MemoryError:
-                given.append({"error": TOO_LARGE, "cause": ""})
-            signal.setitimer(signal.ITIMER_PROF, 0)
-        answers.write(json.dumps(given).encode() + b"\n")
+        answers.write(json.dumps([answer(one) for one in json.loads(line)]).encode() + b"\n")
         answers.flush()
 
 
-def _renderer(sources: Mapping[str, str], max_characters: int) -> Any:
-    """A function from a question to its answer."""
+def _answer(said: Any, lost: Any, render: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    """The text of a chat, and what of it is lost, or the error."""
+    name, variables = asked["template"], asked["variables"]
+    for message in variables["messages"]:
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            if isinstance(function["arguments"], str):
+                function["arguments"] = said(function["arguments"])
+    try:
+        given: dict[str, Any] = render(name, variables)
+        if "text" in given:
+            given["lost"] = lost(variables, given["text"], lambda marked: render(name, marked).get("text"))
+    except MemoryError:
+        given = {"error": TOO_LARGE, "cause": ""}
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    return given
+
+
+def _timed(render: Any, seconds: float) -> Any:
+    """A render that has so many seconds of CPU time; what follows it has the rest of them."""
+
+    def timed(name: str, variables: dict[str, Any]) -> Any:
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        return render(name, variables)
+
+    return timed
+
+
+def _renderer(sources: Mapping[str, str], max_characters: int, said: type[str]) -> Any:
+    """A function from the name of a template and its variables to a text or an error."""
     from jinja2.exceptions import SecurityError, TemplateError
 
-    environment = _environment()
+    environment = _environment(said)
     compiled: dict[str, Any] = {}
 
-    def render(asked: dict[str, Any]) -> dict[str, str]:
-        name = asked["template"]
+    def render(name: str, variables: dict[str, Any]) -> dict[str, str]:
         try:
             if name not in compiled:
                 compiled[name] = environment.from_string(sources[name])
             pieces: list[str] = []
             left = max_characters
-            for piece in compiled[name].generate(**asked["variables"]):
+            for piece in compiled[name].generate(**variables):
                 pieces.append(piece)
                 left -= len(piece)
                 if left < 0:
@@ -82,7 +116,7 @@ def _renderer(sources: Mapping[str, str], max_characters: int) -> Any:
     return render
 
 
-def _environment() -> Any:
+def _environment(said: type[str]) -> Any:
     """The sandbox, with what templates of checkpoints may expect: that of transformers' apply_chat_template."""
     from datetime import datetime
 
@@ -110,7 +144,9 @@ def _environment() -> Any:
     def tojson(
         value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
     ) -> str:
-        """Unlike jinja2's own, this leaves <, >, & and ' as they are."""
+        """Unlike jinja2's own, this leaves <, >, & and ' as they are; and arguments as they were `said`."""
+        if isinstance(value, said):
+            return str(value)
         return json.dumps(
             value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
         )

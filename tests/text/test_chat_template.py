@@ -38,17 +38,20 @@ CALLED = [
     {"role": "tool", "content": "yes", "tool_call_id": "a"},
 ]
 
+# What stands for the messages in templates of tests: no message may be left out.
+SHOWN = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
 # Each uses what templates of known models use.
 TEMPLATES: dict[str, str] = {
     "chatml": CHATML,
-    "blanks": "{%- for m in messages %}\n    {{- m.role }}:\n  {% if loop.last %}\n  last\n  {% endif %}\n"
-    "{% endfor %}\n\n",
+    "blanks": "{%- for m in messages %}\n    {{- m.role }}:\n {{ m.content }} {% if loop.last %}\n  last\n"
+    "  {% endif %}\n{% endfor %}\n\n",
     "special tokens": "{{ bos_token }}{% for m in messages %}{{ m['content'] | trim + eos_token }}{% endfor %}",
     "namespace": "{% set ns = namespace(n=0, seen=[]) %}{% for m in messages[::-1] %}"
     "{% set ns.n = ns.n + loop.index %}"
-    "{% set ns.seen = ns.seen + [m.role] %}{% endfor %}{{ ns.n }}{{ ns.seen | join(', ') }}{{ ns.seen }}",
+    "{% set ns.seen = ns.seen + [m.role] %}{% endfor %}{{ ns.n }}{{ ns.seen | join(', ') }}{{ ns.seen }}" + SHOWN,
     "loop controls": "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}"
-    "{{ m.content }}{% break %}{% endfor %}",
+    "{{ m.content }}{% break %}{% endfor %}" + SHOWN,
     "macro": "{% macro put(m, sep='|') -%} [{{ m.role }}{{ sep }}{{ caller() if caller }}] {%- endmacro %}"
     "{% for m in messages %}{% call put(m) %}{{ m.content }}{% endcall %}{{ put(m) }}{% endfor %}",
     "json": "{{ messages | tojson }}{{ messages | tojson(indent=2) }}"
@@ -57,9 +60,10 @@ TEMPLATES: dict[str, str] = {
     "channels": HARMONY,
     "defaults": "{% if enable_thinking is not defined %}{% set enable_thinking = true %}{% endif %}"
     "{{ enable_thinking }}"
-    "{{ documents is defined }}{{ tools is none }}{{ add_generation_prompt }}",
+    "{{ documents is defined }}{{ tools is none }}{{ add_generation_prompt }}" + SHOWN,
     "text": "{% set t = messages[1].content %}{{ t.split('\\n')[-1].lstrip('\\n') }}{{ t.startswith('日') }}"
-    "{{ t | upper }}{{ t | length }}{{ '%s-%d' | format('a', 3) }}{{ t.replace('x', 'y')[1:] }}{{ '<&>' | e }}",
+    "{{ t | upper }}{{ t | length }}{{ '%s-%d' | format('a', 3) }}{{ t.replace('x', 'y')[1:] }}{{ '<&>' | e }}"
+    + SHOWN,
     "tools": "{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}{% for m in messages %}"
     "{% if m.tool_calls %}{% for c in m.tool_calls %}{{ c.function.name }}({{ c.function.arguments | tojson }})"
     "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}{% endfor %}{% endif %}"
@@ -96,7 +100,9 @@ def test_many_at_once(tmp_path: Path) -> None:
 
 
 def test_a_time_is_that_of_now(tmp_path: Path) -> None:
-    assert chat_tokenizer(tmp_path, "{{ strftime_now('%Y') }}").chat_text(CHAT) in map(str, range(2024, 2200))
+    assert chat_tokenizer(tmp_path, "{{ strftime_now('%Y') }}" + SHOWN).chat_text(CHAT)[:4] in map(
+        str, range(2024, 2200)
+    )
 
 
 # --- what a chat has besides messages ---
@@ -144,7 +150,7 @@ def test_thoughts_of_gpt_oss(tmp_path: Path) -> None:
             assert shown not in tokenizer.chat_text([*chat, {"role": "assistant", "content": "It rains."}])
     thought = [CALLED[0], {"role": "assistant", "content": "Yes.", "reasoning_content": "Look."}]
     for source in ("{# <|channel|>analysis thinking reasoning_content #}", "{# thinking #}"):
-        assert "'thinking'" not in chat_tokenizer(tmp_path, source + "{{ messages[1] }}").chat_text(thought)
+        assert "'thinking'" not in chat_tokenizer(tmp_path, source + "{{ messages }}").chat_text(thought)
 
 
 def test_calls_without_a_content(tmp_path: Path) -> None:
@@ -154,21 +160,21 @@ def test_calls_without_a_content(tmp_path: Path) -> None:
         ("{% for m in messages %}{% if 'a' in m.content %}{% endif %}{{ m.content }}.{% endfor %}", "."),
         ("{% for m in messages %}{{ m.content is none }}{% endfor %}", "True"),
     ):
-        tokenizer = chat_tokenizer(tmp_path, template + "{# tool_calls #}")
+        tokenizer = chat_tokenizer(tmp_path, template + "{{ messages | map(attribute='tool_calls') | list }}")
         plain = {"role": "user", "content": "b"}
-        assert tokenizer.chat_texts([Chat.of(calls), Chat.of([plain])])[0] == text
+        assert str(tokenizer.chat_texts([Chat.of(calls), Chat.of([plain])])[0]).partition("[")[0] == text
     tokenizer = chat_tokenizer(tmp_path, "{{ messages[0].content + 1 }}{# tool_calls #}")
     with pytest.raises(TokenizerError, match="fails on these messages"):
         tokenizer.chat_text(calls)
 
 
 def test_a_template_of_its_own_for_tools(tmp_path: Path) -> None:
-    chat_tokenizer(tmp_path, "plain")
+    chat_tokenizer(tmp_path, "plain " + SHOWN)
     (tmp_path / "additional_chat_templates").mkdir()
-    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools[0].function.name }}")
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools[0].function.name }}" + SHOWN)
     tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.chat_text(CHAT) == "plain"
-    assert tokenizer.chat_text({"messages": CHAT, "tools": [TOOL]}) == "weather"
+    assert tokenizer.chat_text(CHAT).startswith("plain ")
+    assert tokenizer.chat_text({"messages": CHAT, "tools": [TOOL]}).startswith("weather ")
 
 
 STRIPPING = CHATML.replace("message['content']", "message['content'] | trim").replace(
@@ -189,7 +195,7 @@ def test_the_last_message_goes_on(tmp_path: Path, template: str, ending: str) ->
 def test_a_message_that_the_template_drops_cannot_go_on(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(tmp_path, "{{ messages[0].content }}")
     messages = [*CHAT, {"role": "assistant", "content": "It is"}]
-    with pytest.raises(TokenizerError, match="does not keep the last message, so it cannot be continued"):
+    with pytest.raises(TokenizerError, match=r"chat message 1 has the role 'user', which .* leaves out"):
         tokenizer.chat_text({"messages": messages, "continue_final_message": True})
 
 
@@ -232,10 +238,12 @@ def low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("low_limits")
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_without_end(tmp_path: Path, name: str) -> None:
-    tokenizer = chat_tokenizer(tmp_path, "{% if messages[0].role == 'user' %}" + ENDLESS[name] + "{% endif %}done")
+    tokenizer = chat_tokenizer(
+        tmp_path, "{% if messages[0].role == 'user' %}" + ENDLESS[name] + "{% endif %}done" + SHOWN
+    )
     with pytest.raises(TokenizerError, match="the chat template takes more than 10 seconds for these messages"):
         tokenizer.chat_text(CHAT[1:])
-    assert tokenizer.chat_text(CHAT) == "done", "other messages are taken as ever"
+    assert tokenizer.chat_text(CHAT).startswith("done"), "other messages are taken as ever"
 
 
 @pytest.mark.usefixtures("low_limits")
@@ -256,11 +264,13 @@ def test_the_limit_of_time_holds_where_its_signal_is_ignored(tmp_path: Path) -> 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits memory")
 @pytest.mark.parametrize("name", LARGE)
 def test_a_template_that_takes_all_memory(tmp_path: Path, name: str) -> None:
-    tokenizer = chat_tokenizer(tmp_path, "{% if messages[0].role == 'user' %}" + LARGE[name] + "{% endif %}done")
+    tokenizer = chat_tokenizer(
+        tmp_path, "{% if messages[0].role == 'user' %}" + LARGE[name] + "{% endif %}done" + SHOWN
+    )
     limits = "needs more than 1 GiB of memory for these|writes more than|takes more than 10 sec"
     with pytest.raises(TokenizerError, match=f"the chat template ({limits})"):
         tokenizer.chat_text(CHAT[1:])
-    assert tokenizer.chat_text(CHAT) == "done"
+    assert tokenizer.chat_text(CHAT).startswith("done")
 
 
 @pytest.mark.usefixtures("low_limits")
@@ -278,11 +288,13 @@ def test_a_macro_that_calls_itself_for_ever(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("low_limits")
 def test_one_of_many_without_end(tmp_path: Path) -> None:
     """The others are rendered, and after three in a row nobody waits for a fourth."""
-    tokenizer = chat_tokenizer(tmp_path, "{% if messages[0].content == 'x' %}" + SILENT + "{% endif %}done")
+    tokenizer = chat_tokenizer(
+        tmp_path, "{% if messages[0].content == 'x' %}" + SILENT + "{% endif %}done" + SHOWN
+    )
     chats = [Chat.of([{"role": "user", "content": text}]) for text in "axbxxxxx"]
     texts = [str(text) for text in tokenizer.chat_texts(chats)]
     endless, refused = "takes more than 10 seconds for", "3 times in a row: it is not run again"
-    assert [text == "done" for text in texts[:4]] == [True, False, True, False]
+    assert [text.startswith("done") for text in texts[:4]] == [True, False, True, False]
     assert [endless in text for text in texts] == [False, True, False, True, True, True, False, False]
     assert [refused in text for text in texts] == [False] * 6 + [True] * 2
 
@@ -292,7 +304,7 @@ def test_one_of_many_without_end(tmp_path: Path) -> None:
 
 def test_the_process_ends_with_its_template() -> None:
     template = ChatTemplate("{{ messages[0].content }}", "", {})
-    (text,) = template.render([Chat.of(CHAT)], {}, add_generation_prompt=True)
+    (text,) = template.render([Chat.of(CHAT[:1])], {}, add_generation_prompt=True)
     assert text == CHAT[0]["content"]
     children = rendering_children()
     assert children

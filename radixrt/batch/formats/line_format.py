@@ -46,6 +46,7 @@ class LineParser:
         url: with it, each line must be in OpenAI's format, and ask this endpoint.
         chats: takes answers to chats in OpenAI's format apart; None: they stay text.
         model: its name in answers to lines in OpenAI's format that name none.
+        chat_max_tokens: of chats in OpenAI's format that give no maximum; None: that of `default_params`.
 
     Attributes:
         chats: the same.
@@ -59,9 +60,10 @@ class LineParser:
         url: str | None = None,
         chats: ChatReader | None = None,
         model: str = UNNAMED_MODEL,
+        chat_max_tokens: int | None = None,
     ) -> None:
         self.file_format = file_format if url is None else Format.OPENAI
-        self._url, self.chats, self._model = url, chats, model
+        self._url, self.chats, self._model, self._chat_max_tokens = url, chats, model, chat_max_tokens
         self._parameters = ParameterReader(default_params)
 
     def parse(self, line: bytes | BadLine) -> InputRecord:
@@ -90,7 +92,7 @@ class LineParser:
         if self.file_format is None:
             self.file_format = told
         if (told or self.file_format) is Format.OPENAI:
-            return read_openai(value, self._parameters, self._url, self.chats, self._model)
+            return read_openai(value, self._parameters, self._url, self.chats, self._model, self._chat_max_tokens)
         return read_plain(value, self._parameters)
 
     def _unreadable(self, message: str, line: bytes) -> LineError:

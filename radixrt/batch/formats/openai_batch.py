@@ -1,7 +1,8 @@
 """Lines in the format of OpenAI's Batch API: requests for chat completions and completions, and their responses.
 
 An input line is {"custom_id", "method": "POST", "url": "/v1/chat/completions" or "/v1/completions", "body"};
-`radixrt.frontend.openai` reads the body. Parameters that it leaves out are the run's defaults, max_tokens too.
+`radixrt.frontend.openai` reads the body. Parameters that it leaves out are the run's defaults; chats
+without max_tokens may have one of their own.
 
 An output line is {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}, its body a
 `chat.completion` or a `text_completion`. Where the line was bad (status 400) or its run failed (500), the body
@@ -42,7 +43,7 @@ from radixrt.frontend.openai import (
     sampling_values,
 )
 from radixrt.frontend.sampling_aliases import with_nearest
-from radixrt.output import RequestOutput
+from radixrt.output import CompletionOutput, RequestOutput
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.chat import Chat
 from radixrt.text.token_spelling import TokenSpelling
@@ -66,8 +67,8 @@ class ChatReader(Protocol):
         parameters they are made. Raises ParameterError, PromptError or TokenizerError.
         """
 
-    def message(self, reading: dict[str, Any], text: str) -> dict[str, Any]:
-        """The message of an answer."""
+    def message(self, reading: dict[str, Any], answer: CompletionOutput) -> tuple[dict[str, Any], bool]:
+        """The message of an answer, and whether it ends with calls."""
 
 
 def openai_reply(custom_id: str | None = None, url: str | None = None, model: str = UNNAMED_MODEL) -> Reply:
@@ -81,8 +82,11 @@ def read_openai(
     only_url: str | None = None,
     chats: ChatReader | None = None,
     model: str = UNNAMED_MODEL,
+    chat_max_tokens: int | None = None,
 ) -> InputRecord:
-    """What a line asks for, if need be of one endpoint alone; `model` where it names none. Raises LineError."""
+    """What a line asks for, if need be of one endpoint alone; `model` where it names none. A chat that gives no
+    maximum has `chat_max_tokens`, if there is such a default. Raises LineError.
+    """
     custom_id, url, body = line.get("custom_id"), line.get("url"), line.get("body")
     reply = openai_reply(custom_id if isinstance(custom_id, str) else None)
     try:
@@ -95,7 +99,7 @@ def read_openai(
         raise LineError(LineErrorType.INVALID_LINE, str(error), reply) from None
     try:
         asked = given if chats is None or url != CHAT else chats.without_choice(given)
-        params = parameters.read(sampling_values(url, asked))
+        params = parameters.read(sampling_values(url, asked, chat_max_tokens))
         prompt = asked_prompt(url, asked)
         if chats is not None and isinstance(prompt, Chat):
             reading, params = chats.reading(given, prompt, params)

@@ -50,9 +50,8 @@ from radixrt.batch.formats.record import (
     ParameterReader,
     Reply,
 )
-from radixrt.batch.formats.strict_json import nests_deeper
 from radixrt.batch.tally import ERROR_RECORD, Tally
-from radixrt.checks import check_kind, check_prompt, kind, short
+from radixrt.checks import check_kind, check_prompt, kind, nests_deeper, short
 from radixrt.errors import ParameterError, PromptError, TokenizerError
 from radixrt.frontend.sampling_aliases import known_parameters, with_nearest
 from radixrt.output import FinishReason, RequestOutput, TokenLogprob

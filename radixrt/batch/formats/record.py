@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any
 
 from radixrt.checks import short
+from radixrt.errors import ContextLengthError
 from radixrt.frontend.sampling_aliases import sampling_params_from_dict
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.chat import Chat
@@ -33,11 +34,17 @@ class LineErrorType(str, Enum):
     """Kinds of errors of a line."""
 
     INVALID_LINE = "invalid_line"  # not UTF-8, not JSON, too long, not an object, or with a wrong key
-    INVALID_PROMPT = "invalid_prompt"  # none, empty, too long, or tokens that the model does not have
+    INVALID_PROMPT = "invalid_prompt"  # none, empty, or tokens that the model does not have
+    CONTEXT_LENGTH = "context_length_exceeded"  # more tokens than the context takes: OpenAI's name
     INVALID_PARAMETERS = "invalid_parameters"
     DUPLICATE_CUSTOM_ID = "duplicate_custom_id"  # of a line before it that is sound
     FAILED = "failed"  # the line is sound; its run failed
     INCOMPLETE_FORM = "incomplete_form"  # with `strict_form`: the answer ended before its form was complete
+
+
+def type_of_prompt_error(error: Exception) -> LineErrorType:
+    """The kind of a prompt that cannot run."""
+    return LineErrorType.CONTEXT_LENGTH if isinstance(error, ContextLengthError) else LineErrorType.INVALID_PROMPT
 
 
 class LineError(Exception):

@@ -5,9 +5,8 @@
 from __future__ import annotations
 
 import json
-import math
 
-from radixrt.checks import object_of, refuse_constant, short
+from radixrt.checks import finite, object_of, refuse_constant
 
 _LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
@@ -33,32 +32,16 @@ def loads(data: bytes) -> object:
 
 def dump_line(record: dict[str, object]) -> bytes:
     """One line of JSON in UTF-8, with its newline."""
-    # The escaped characters occur only inside strings. str.splitlines would break a line at some of them; halves
-    # of surrogate pairs have no UTF-8, and Python's escape of them is JSON's.
-    text = json.dumps(record, ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS)
-    return text.encode("utf-8", "backslashreplace") + b"\n"
+    return encoded(json.dumps(record, ensure_ascii=False, allow_nan=False)) + b"\n"
 
 
-def nests_deeper(value: object, limit: int) -> bool:
-    """Whether lists and objects nest more than `limit` deep."""
-    level = [value] if isinstance(value, (dict, list)) else []
-    for _ in range(limit):
-        if not level:
-            return False
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, (dict, list))
-        ]
-    return bool(level)
+def encoded(text: str) -> bytes:
+    """JSON without new lines in UTF-8, as a line for those, too, who break lines where str.splitlines does."""
+    # The escaped characters occur only inside strings; those below U+0020 are escaped anyway. Halves of surrogate
+    # pairs have no UTF-8, and Python's escape of them is JSON's.
+    if not text.isascii():
+        text = text.translate(_LINE_ENDS)
+    return text.encode("utf-8", "backslashreplace")
 
 
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{short(text)} is out of range")
-    return value
-
-
-_DECODER = json.JSONDecoder(parse_constant=refuse_constant, parse_float=_finite, object_pairs_hook=object_of)
+_DECODER = json.JSONDecoder(parse_constant=refuse_constant, parse_float=finite, object_pairs_hook=object_of)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.frontend.tool_calls import asked_tools, message_of
+from radixrt.output import CompletionOutput
 from radixrt.parsers.choosing import Parsers
 from radixrt.sampling_params import SamplingParams
 from radixrt.server.reading import Reading, reading_of, without_tools
@@ -35,9 +36,10 @@ class ServedChats:
         if reading is None:
             return None, params
         told = {name: given[name] for name in _OF_TOOLS if name in given and reading.tools is not None}
-        return {**told, "is_thinking": reading.is_thinking}, params
+        return {**told, "is_thinking": reading.is_thinking, "said": reading.said}, params
 
-    def message(self, reading: dict[str, Any], text: str) -> dict[str, Any]:
-        """The message of an answer."""
+    def message(self, reading: dict[str, Any], answer: CompletionOutput) -> tuple[dict[str, Any], bool]:
+        """The message of an answer, and whether it ends with calls."""
         tools = asked_tools({name: value for name, value in reading.items() if name in _OF_TOOLS})
-        return message_of(Reading(self._parsers, tools, reading["is_thinking"]).parts(text))
+        read = Reading(self._parsers, tools, reading["is_thinking"], reading.get("said", ""))
+        return message_of(read.parts(answer))

@@ -74,9 +74,9 @@ class Batches:
         files = FileEndpoints(self._files, self._limits, lambda tenant, name: self._queues[tenant].user_of(name))
         return [*files.routes(), *BatchEndpoints(self._queues, self._files, model, read).routes()]
 
-    def start(self, parsers: Parsers, on_submit: Callable[[], object]) -> None:
+    def start(self, parsers: Parsers, on_submit: Callable[[], object], chat_max_tokens: int | None = None) -> None:
         """Run batches that have not ended, and those that come. For the arguments see `Work.begin`."""
-        self._work.begin(parsers, on_submit)
+        self._work.begin(parsers, on_submit, chat_max_tokens)
         for queue in self._queues.values():
             queue.start()
 

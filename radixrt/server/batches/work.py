@@ -82,12 +82,14 @@ class Work:
         self._places = Places(runtime.limits.max_running_requests)
         self._weights = runtime.identity()  # now: later, requests of clients would have to end for it
         self._chats: ServedChats | None = None
+        self._chat_max_tokens: int | None = None
         self._on_submit: Callable[[], object] = lambda: None
 
-    def begin(self, parsers: Parsers, on_submit: Callable[[], object]) -> None:
+    def begin(self, parsers: Parsers, on_submit: Callable[[], object], chat_max_tokens: int | None = None) -> None:
         """From now on, answers to chats are taken apart by `parsers`, and `on_submit` is called before lines are
-        handed to the engine.
+        handed to the engine. Chats that give no maximum have `chat_max_tokens`, if there is such a default.
         """
+        self._chat_max_tokens = chat_max_tokens
         self._chats = ServedChats(parsers, self._runtime.tokenizer)
         self._on_submit = on_submit
 
@@ -96,6 +98,7 @@ class Work:
         self._check_lines(input_path)
         options = BatchConfig(
             default_params=self._runtime.default_params,
+            chat_max_tokens=self._chat_max_tokens,
             drain_seconds=self._drain_seconds,
             max_line_bytes=self._limits.body_bytes,
         )
@@ -112,7 +115,13 @@ class Work:
             runtime.tokenizer,
             self._check_of(tenant),
             runtime.context_length,
-            parser=_PausingParser(runtime.default_params, url=endpoint, chats=self._chats, model=model),
+            parser=_PausingParser(
+                runtime.default_params,
+                url=endpoint,
+                chats=self._chats,
+                model=model,
+                chat_max_tokens=self._chat_max_tokens,
+            ),
             interrupt=interrupt,
         )
         if not len(scanned.lines):
