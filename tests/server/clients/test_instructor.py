@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,9 +12,9 @@ from pydantic import field_validator
 
 instructor = pytest.importorskip("instructor", reason="instructor is not installed: make test-clients")
 
-from instructor.core import InstructorRetryException
+from instructor.core import IncompleteOutputException, InstructorRetryException
 
-from tests.server.clients.weather import CONTEXT_ERROR, FORECAST, LONG, QUESTION, Forecast
+from tests.server.clients.weather import CONTEXT_ERROR, FORECAST, LONG, MALFORMED, QUESTION, Forecast
 from tests.support.scripted import Script
 from tests.support.serving import Serving, client_of
 
@@ -91,27 +92,39 @@ def test_several_calls(serving: Serving, script: Script) -> None:
     assert [one.city for one in found] == ["Oslo", "Lima"]
 
 
-def test_a_malformed_call(serving: Serving, script: Script) -> None:
-    """It was cut by its length; the next turn has it in its history."""
+def test_a_call_that_is_cut(serving: Serving, script: Script) -> None:
+    """By its length; the next turn has it in its history."""
     script.says(call(FORECAST), call(FORECAST))
     chat = asking(serving(), "TOOLS").chat.completions
-    with pytest.raises(InstructorRetryException) as error:
+    with pytest.raises(IncompleteOutputException) as error:
         chat.create(model="any", messages=ASKED, response_model=Forecast, max_retries=0, max_tokens=60)
     (choice,) = error.value.last_completion.choices
     assert choice.finish_reason == "length"
     (cut,) = choice.message.tool_calls
-    assert FORECAST.startswith(cut.function.arguments)
-    told = {"role": "tool", "tool_call_id": cut.id, "content": "It was cut."}
-    history = [*ASKED, choice.message.model_dump(), told]
+    history = [*ASKED, choice.message.model_dump(), {"role": "tool", "tool_call_id": cut.id, "content": "Cut."}]
     found = chat.create(model="any", messages=history, response_model=Forecast, max_retries=0)
     assert found.model_dump() == FOUND
-    assert cut.function.arguments in script.prompts[1]
+
+
+@pytest.mark.parametrize("arguments", MALFORMED)
+def test_a_malformed_call(arguments: str, serving: Serving, script: Script) -> None:
+    """It is in the history of the session."""
+    script.says(call(FORECAST))
+    made = {"id": "a", "type": "function", "function": {"name": "Forecast", "arguments": arguments}}
+    said = {"role": "assistant", "content": None, "tool_calls": [made]}
+    told = {"role": "tool", "tool_call_id": "a", "content": "That is no call."}
+    chat = asking(serving(), "TOOLS").chat.completions
+    found = chat.create(model="any", messages=[*ASKED, said, told], response_model=Forecast)
+    assert found.model_dump() == FOUND
+    assert json.dumps(arguments)[1:-1] in script.prompts[0] or arguments in script.prompts[0]
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_too_long_a_context(mode: str, serving: Serving, script: Script) -> None:
     chat = asking(serving(), mode).chat.completions
     messages = [{"role": "user", "content": LONG}]
-    with pytest.raises((InstructorRetryException, openai.BadRequestError), match=CONTEXT_ERROR) as error:
+    with pytest.raises(InstructorRetryException, match=CONTEXT_ERROR) as error:
         chat.create(model="any", messages=messages, response_model=Forecast, max_retries=0)
-    assert "context_length_exceeded" in str(error.value)
+    cause = error.value.failed_attempts[-1].exception
+    assert isinstance(cause, openai.BadRequestError)
+    assert cause.code == "context_length_exceeded"

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from pydantic import BaseModel, Field
 
-CONTEXT_ERROR = "maximum context length"
-LONG = "Oslo is wet. " * 2000  # more tokens than the context has
 QUESTION, RAIN = "Does it rain in Oslo?", "It rains in Oslo for 3 days."
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}\n</tool_call>'
 CUT = '<tool_call>\n{"name": "weather", "arguments": {"city": "Os'
-CUT_ARGUMENTS = '{"city": "Os'
-ANSWER = "Yes, it rains, for 3 days; and it goes on: " + "drop, " * 20 + "stop."  # longer than 128 tokens
+MALFORMED = ('{"city": "Os', "[]", "null", "no JSON")  # arguments of a call, which other servers have let through
+# Longer than 128 tokens; U+2028 is no end of a line in a stream of events.
+ANSWER = "Yes, it rains\u2028for 3 days; and it goes on: " + "drop, " * 20 + "stop."
+SHORT = "Yes."
 FORECAST = '{"city": "Oslo", "days": 3, "is_wet": true}'
+LONG = "Oslo is wet. " * 2000  # more tokens than the context has
+CONTEXT_ERROR = "maximum context length"
 
 
 class Forecast(BaseModel):
