@@ -179,6 +179,7 @@ def _arguments(given: Any) -> dict[str, Any] | str:
     text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
     try:
         read = json.loads(text or "{}", strict=False)  # models write new lines as they are
+        json.dumps(read, ensure_ascii=False).encode()  # it may name halves of surrogate pairs
     except (ValueError, RecursionError):
         return text
     return read if isinstance(read, dict) else text

@@ -70,15 +70,22 @@ def object_of(text: str) -> dict[str, Any]:
         except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
-            return value
+            return _without_halves(value)
         if value is None and one is not None:
             return {}
     return {UNNAMED: text}
 
 
+def _without_halves(value: dict[str, Any]) -> dict[str, Any]:
+    """A value with U+FFFD in place of halves of surrogate pairs, which no text may have."""
+    text = json.dumps(value, ensure_ascii=False)
+    whole: dict[str, Any] = json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+    return whole
+
+
 def _completed(text: str) -> str | None:
-    """JSON that was cut, with an end: what is open is closed, and a name without a value gets an empty text. None
-    if its brackets do not fit.
+    """JSON that was cut, with an end: what is open is closed, a name without a value gets an empty text, and the
+    beginning of a name is left out. None if its brackets do not fit.
     """
     pieces: list[str] = []
     open_brackets: list[str] = []
@@ -95,6 +102,9 @@ def _completed(text: str) -> str | None:
             return None
         is_value = found["string"] is not None or found["bare"] is not None
         is_name = is_value and last in ("{", ",") and open_brackets[-1:] == ["{"]
+        if is_name and found["end"] != '"' and found.end() == len(text):
+            is_name = False
+            break
         pieces.append(piece)
         last = piece
     if last == ",":

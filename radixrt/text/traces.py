@@ -28,7 +28,6 @@ _THOUGHTS_END = re.compile(rf"</(?:{_THOUGHTS})>|\[/THINK\]")
 _THOUGHTS_BEGIN = re.compile(rf"<(?:{_THOUGHTS})>|\[THINK\]")
 _STEM = f"_{secrets.randbelow(10**16):016}"  # of marks, after which come their numbers
 _MARK = re.compile(rf"{_STEM}(\d+)_")
-_NOTHING_SAID = ("{}", "null", "")  # arguments of which nothing can be lost
 
 
 def told(message: dict[str, Any]) -> tuple[int, int]:
@@ -116,12 +115,15 @@ class _Marks:
             return call
         function = call["function"]
         arguments = function["arguments"]
-        if isinstance(arguments, str) and arguments.strip() not in _NOTHING_SAID:
-            return {**call, "function": {**function, "arguments": type(arguments)(arguments + self._new(part))}}
+        if isinstance(arguments, str) and len(arguments):  # as many as it has names
+            name = f'"{next(iter(arguments))}"'
+            at = arguments.find(name) + len(name) - 1 if name in arguments else len(str(arguments))
+            marked = type(arguments)(str(arguments)[:at] + self._new(part) + str(arguments)[at:])
+            return {**call, "function": {**function, "arguments": marked}}
         if isinstance(arguments, dict) and arguments:
             (name, value), *others = arguments.items()
-            marked = {name + self._new(part): value, **dict(others)}
-            return {**call, "function": {**function, "arguments": marked}}
+            arguments = {name + self._new(part): value, **dict(others)}
+            return {**call, "function": {**function, "arguments": arguments}}
         if function["name"] in str(call.get("id")):  # some templates write that in place of the name
             return call
         return {**call, "function": {**function, "name": function["name"] + self._new(part)}}
