@@ -50,7 +50,7 @@ class AnswerReader:
         self._repeats = not said  # thoughts that have no end, as content
         before = self._pushed(said)
         self._held = len(said) - sum(len(part.raw) for part in before)  # of it, whose parts are still to come
-        self._open_call = [replace(part, raw="") for part in _call_left_open(before)]
+        self._open_call = [replace(part, raw="") for part in _call_left_open(before) if part.text]
 
     @property
     def has_open_call(self) -> bool:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import regex
 
@@ -58,11 +58,17 @@ def _ends(over: str) -> regex.Pattern[str]:
     )
 
 
-_HALVES = "|".join(
-    tag[:size] for tag in ("</parameter>", "</function>", "</tool_call>") for size in range(3, len(tag))
-)
+def _halves(tags: Sequence[str], least: int) -> str:
+    """The beginnings of tags, with which answers end that are cut."""
+    return "|".join(tag[:size] for tag in tags for size in range(least, len(tag)))
+
+
+_CLOSING = ("</parameter>", "</function>", "</tool_call>")
 _ENDS = _ends("")
-_LAST_ENDS = regex.compile(_ends(r"|\Z").pattern + rf"|\n?(?:{_HALVES})\Z")
+_LAST_ENDS = regex.compile(
+    _ends(rf"|(?:{_halves((*_CLOSING, '<parameter=', '<function=', '<tool_call>'), 1)})?\Z").pattern
+    + rf"|\n?(?:{_halves(_CLOSING, 3)})\Z"
+)
 
 
 def qwen3_coder(source: Source, tools: Tools) -> Steps[None]:
@@ -104,8 +110,8 @@ class _Call:
             if match["closing"] == "</function>":
                 yield from skip_closing(source, _OUTER)
             return
-        yield from skip_closing(source, _NEXT)
-        yield _told("", brace)
+        is_half = source.ended and source.is_half(_NEXT)
+        yield _told(source.rest() if is_half else "", brace)
         if source.is_over or (yield from match_next(source, _NEXT_CALL)):
             yield END
 

@@ -12,35 +12,49 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixrt.parsers.json_value import JsonObject
 from radixrt.parsers.names import TOOL_PARSERS
 from radixrt.parsers.reader import AnswerReader
 from radixrt.parsers.source import Kind, Part, Tools
-from radixrt.parsers.thinking import opens_thoughts
+from radixrt.parsers.thinking import is_within_thoughts, opens_thoughts
 from tests.support.transcripts import CODER, HARMONY, HERMES, LLAMA, OSLO, THOUGHT, TO_WEATHER, WEATHER, coder
 
-TOOLS = Tools({"weather": WEATHER, "now": {}})
+OF_ALL_KINDS = {**WEATHER, "properties": {**WEATHER["properties"], "list": {"type": "array"}, "x": {}, "y": {}}}
+TOOLS = Tools({"weather": OF_ALL_KINDS, "now": {}})
 ONE = Tools(TOOLS.parameters, only_one=True)
 Told = list[tuple[str, str]]  # kinds and texts
-CALL = [("name", "weather"), ("arguments", OSLO)]
+END = ("end", "")  # of a whole call
+CALL = [("name", "weather"), ("arguments", OSLO), END]
 
 
-def read(pieces: Iterable[str], *parsers: str | None, tools: Tools | None = TOOLS, is_open: bool = False) -> Told:
+def xml(arguments: str) -> Told:
+    return [CALL[0], ("arguments", arguments), END]
+
+
+
+
+def read(
+    pieces: Iterable[str],
+    *parsers: str | None,
+    tools: Tools | None = TOOLS,
+    is_open: bool = False,
+    is_cut: bool = False,
+    said: str = "",
+) -> Told:
     """The parts that clients see, those that follow one another joined; all parts join to the text."""
     tool_parser, reasoning_parser = parsers
-    reader, parts = AnswerReader(tool_parser, reasoning_parser, tools, is_open), list[Part]()
+    reader, parts = AnswerReader(tool_parser, reasoning_parser, tools, is_open, said), list[Part]()
     pieces = list(pieces)
     for piece in pieces:
         parts += reader.push(piece)
-    parts += reader.finish()
+    parts += reader.finish(is_cut=is_cut)
     assert "".join(part.raw for part in parts) == "".join(pieces)
     told: Told = []
     for part in parts:
-        assert part.raw or part.text
+        assert part.raw or part.text or part.kind is Kind.END
         if part.kind is Kind.SYNTAX:
             assert part.text == ""
         elif part.kind in (Kind.CONTENT, Kind.REASONING):
-            assert part.text == part.raw
+            assert part.raw in ("", part.text)
         kind = part.kind.value
         if told and told[-1][0] == kind and part.kind is not Kind.NAME:
             told[-1] = (kind, told[-1][1] + part.text)
@@ -70,7 +84,7 @@ def in_all_cuts(text: str, *parsers: str | None, **more: Any) -> Told:
         (f'<tool_call>\n{{"arguments": {OSLO}, "name": "weather"}}\n</tool_call>', CALL),  # Hermes 2 Pro
         (HERMES.removesuffix("\n</tool_call>"), CALL),  # an end token came first
         (HERMES.replace("}}", "}"), CALL),
-        ('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', [("name", "now"), ("arguments", "{}")]),
+        ('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', [("name", "now"), ("arguments", "{}"), END]),
         ("  Hello", [("content", "  Hello")]),
         ("Say <tool_call> twice: <tool_call>", [("content", "Say <tool_call> twice: <tool_call>")]),
         ("a <tool_", [("content", "a <tool_")]),
@@ -79,12 +93,18 @@ def in_all_cuts(text: str, *parsers: str | None, **more: Any) -> Told:
         (f"<tool_call>no</tool_call>{HERMES}", [("content", "<tool_call>no</tool_call>"), *CALL]),
         (f'<tool_call>{{"arguments": {OSLO}}}', [("content", f'<tool_call>{{"arguments": {OSLO}}}')]),
         (f'<tool_call>{{"arguments": {OSLO[:9]}', [("content", f'<tool_call>{{"arguments": {OSLO[:9]}')]),
-        # what was told of a call stays told
-        (HERMES[:60], [("name", "weather"), ("arguments", '{"city": "Oslo"')]),
+        # what was told of a call stays told, and is completed
+        (HERMES[:60], [("name", "weather"), ("arguments", '{"city": "Oslo"}')]),
+        (HERMES[:-5], CALL),
         (
-            f'<tool_call>{{"name": "weather", "arguments": {{"city": Oslo}}}}</tool_call>{HERMES}',
-            [("name", "weather"), ("arguments", '{"city": '), ("content", "Oslo}}</tool_call>"), *CALL],
+            f'<tool_call>{{"name": "weather", "arguments": {{"city": \'Oslo\'}}}}</tool_call>{HERMES}',
+            [("name", "weather"), ("arguments", '{"city": null}'), ("content", "'Oslo'}}</tool_call>"), *CALL],
         ),
+        (
+            HERMES.replace("Oslo", "Os\n\tlo\x1f\\d"),
+            [CALL[0], ("arguments", OSLO.replace("Oslo", r"Os\n\tlo\u001f\\d")), END],
+        ),
+        (f"{HERMES}{HERMES}", CALL * 2),
         (" \n", [("content", " \n")]),
         ("", []),
     ],
@@ -106,7 +126,8 @@ def test_hermes(text: str, told: Told) -> None:
         (LLAMA.replace("weather", "climate"), [("content", LLAMA.replace("weather", "climate"))]),
         ('<|python_tag|>weather.call(city="Oslo")', [("content", '<|python_tag|>weather.call(city="Oslo")')]),
         ('{"name": "Mira", "age": 3}', [("content", '{"name": "Mira", "age": 3}')]),
-        (LLAMA[:50], [("name", "weather"), ("arguments", OSLO[:16])]),
+        (LLAMA[:50], [("name", "weather"), ("arguments", '{"city": "Oslo"}')]),
+        (LLAMA.replace("Oslo", "a\nb"), [CALL[0], ("arguments", OSLO.replace("Oslo", r"a\nb")), END]),
         ("", []),
     ],
 )
@@ -121,37 +142,70 @@ def test_llama(text: str, told: Told) -> None:
         (CODER.replace("<tool_call>\n", ""), CALL),
         (f"I'll look.\n\n{CODER}\n{CODER}", [("content", "I'll look.\n\n"), *CALL, *CALL]),
         (CODER.replace("\nOslo\n", "Oslo"), CALL),
-        (coder("city", 'a "b"\n\n\\</b>é'), [CALL[0], ("arguments", '{"city": "a \\"b\\"\\n\\n\\\\</b>é"}')]),
-        (coder("city", "12"), [CALL[0], ("arguments", '{"city": "12"}')]),
-        (coder("city", ""), [CALL[0], ("arguments", '{"city": ""}')]),
-        (coder("days", "three"), [CALL[0], ("arguments", '{"days": "three"}')]),
-        (coder("units", "C", "x", "True"), [CALL[0], ("arguments", '{"units": "C", "x": true}')]),
-        (coder("x", '[1, {"a": null}]'), [CALL[0], ("arguments", '{"x": [1, {"a": null}]}')]),
-        (coder("x", "NaN"), [CALL[0], ("arguments", '{"x": "NaN"}')]),
-        (coder("x", '["</parameter>", 1]'), [CALL[0], ("arguments", '{"x": ["</parameter>", 1]}')]),
-        (coder("x", '"a</parameter>\\""'), [CALL[0], ("arguments", '{"x": "a</parameter>\\""}')]),
-        (coder("x", '"a', "y", '"'), [CALL[0], ("arguments", '{"x": "\\"a", "y": "\\""}')]),
-        (coder("x", '"a').replace("a\n", "a"), [CALL[0], ("arguments", '{"x": "\\"a"}')]),
-        (coder(), [CALL[0], ("arguments", "{}")]),
+        (coder("city", 'a "b"\n\n\\</b>é'), xml('{"city": "a \\"b\\"\\n\\n\\\\</b>é"}')),
+        (coder("city", "12"), xml('{"city": "12"}')),
+        (coder("city", ""), xml('{"city": ""}')),
+        (coder("days", "three"), xml('{"days": "three"}')),
+        (coder("days", "007"), xml('{"days": "007"}')),
+        (coder("days", "1e999"), xml('{"days": "1e999"}')),
+        (coder("units", "C", "x", "True"), xml('{"units": "C", "x": true}')),
+        (coder("x", '[1, {"a": null}]'), xml('{"x": [1, {"a": null}]}')),
+        (coder("x", "NaN"), xml('{"x": "NaN"}')),
+        (coder("x", '"\\ud83d"'), xml('{"x": "\\"\\\\ud83d\\""}')),
+        (coder("x", "[" * 200 + "]" * 200), xml(f'{{"x": "{"[" * 200}{"]" * 200}"}}')),
+        (coder("x", '["</parameter>", 1]'), xml('{"x": ["</parameter>", 1]}')),
+        (coder("x", '"a</parameter>\\""'), xml('{"x": "a</parameter>\\""}')),
+        (coder("x", '"a', "y", '"'), xml('{"x": "\\"a", "y": "\\""}')),
+        (coder("x", '"a').replace("a\n", "a"), xml('{"x": "\\"a"}')),
+        (coder(), xml("{}")),
         ("<function=>", [("content", "<function=>")]),
         ("<tool_call>\n<functio", [("content", "<tool_call>\n<functio")]),
         (HERMES, [("content", HERMES)]),
-        (CODER[: CODER.index("lo")], [CALL[0], ("arguments", '{"city": "Os')]),
-        (
-            CODER[: CODER.index("3") + 1],
-            [CALL[0], ("arguments", '{"city": "Oslo", "days": 3')],
-        ),
-        (coder("x", '"Os').partition("\n</p")[0], [CALL[0], ("arguments", '{"x": "Os')]),
-        (coder("x", "[1, Oslo").partition("\n</p")[0], [CALL[0], ("arguments", '{"x": "[1, Oslo')]),
-        (coder("x", "[1, 2").partition("\n</p")[0], [CALL[0], ("arguments", '{"x": [1, 2')]),
-        (coder("x", "1}").partition("\n</p")[0], [CALL[0], ("arguments", '{"x": "1}')]),
+        # values with what looks like a tag
+        (coder("city", "<a>\n</parameter>\n</a>"), xml('{"city": "<a>\\n</parameter>\\n</a>"}')),
+        (coder("city", "a\n</function>\nb"), xml('{"city": "a\\n</function>\\nb"}')),
+        (coder("city", "a\n</tool_call>\nb"), xml('{"city": "a\\n</tool_call>\\nb"}')),
+        (coder("city", "<parameter=town>"), xml('{"city": "<parameter=town>"}')),
+        (coder("days", "3", "city", "<parameter=days>"), xml('{"days": 3, "city": "<parameter=days>"}')),
+        (coder("city", "<function=f>\n"), xml('{"city": "<function=f>\\n"}')),
+        (coder("city", "<tool_call>\n"), xml('{"city": "<tool_call>\\n"}')),
+        # tags that are not closed, or are left out
+        (CODER.replace("\n</parameter>\n<", "\n<"), CALL),
+        (CODER.replace("\n</parameter>", ""), CALL),
+        (CODER.replace("\n</parameter>\n</function>\n</tool_call>", ""), CALL),
+        (CODER.replace("</function>\n", ""), CALL),
+        (CODER.replace("\n</tool_call>", ""), CALL),
+        (CODER.replace("\n</function>\n</tool_call>", ""), CALL),
+        (CODER.replace("\n</parameter>\n</function>", ""), CALL),
+        (CODER.replace("\n</parameter>", "</parameter"), CALL),
+        (CODER.replace("</parameter>", "</parameter/>"), CALL),
+        (CODER.replace("weather>", "weather").replace("city>", "city"), CALL),
+        (f"{CODER[: CODER.index('</p')]}{CODER}", [CALL[0], ("arguments", '{"city": "Oslo"}'), END, *CALL]),
+        (f"{CODER[: CODER.index('</f')]}{CODER}", CALL * 2),
+        (f"{CODER.replace('</function>', '')}\n{CODER}", CALL * 2),
+        (f"{CODER.removesuffix('</tool_call>')}It rains.", [*CALL, ("content", "It rains.")]),
+        # what is cut is completed
+        (CODER[: CODER.index("lo")], xml('{"city": "Os"}')),
+        (CODER[: CODER.index("3") + 1], CALL),
+        (CODER[: CODER.index("3") + 6], CALL),
+        (CODER[: CODER.index("</f") + 5], CALL),
+        (CODER[: CODER.index("<parameter=days") + 12], xml('{"city": "Oslo"}')),
+        (CODER[:-5], CALL),
+        (coder("x", '"Os').partition("\n</p")[0], xml('{"x": "\\"Os"}')),
+        (coder("x", "[1, Oslo").partition("\n</p")[0], xml('{"x": "[1, Oslo"}')),
+        (coder("list", "[1, 2").partition("\n</p")[0], xml('{"list": [1, 2]}')),
+        (coder("list", '[{"a": "b\n'), xml('{"list": [{"a": "b"}]}')),
+        (coder("list", '["b\nc",]'), xml('{"list": ["b\\nc"]}')),
+        (coder("list", '["b"] c'), xml('{"list": "[\\"b\\"] c"}')),
+        (coder("x", "1}").partition("\n</p")[0], xml('{"x": "1}"}')),
+        # what follows no parameter is content
         (
             CODER.replace("<parameter=days>", "days"),
-            [
-                CALL[0],
-                ("arguments", '{"city": "Oslo"'),
-                ("content", "days\n3\n</parameter>\n</function>\n</tool_call>"),
-            ],
+            xml('{"city": "Oslo\\n</parameter>\\ndays\\n3"}'),
+        ),
+        (
+            CODER.replace("</function>", "Days?"),
+            [*CALL[:2], ("content", "Days?\n</tool_call>")],
         ),
     ],
 )
@@ -178,7 +232,7 @@ def test_qwen3_coder(text: str, told: Told) -> None:
 def test_values_where_text_is_among_the_types(schema: Any, value: str, expected: str) -> None:
     tools = Tools({"weather": {"properties": {"x": schema}}})
     told = in_all_cuts(coder("x", value), "qwen3_coder", None, tools=tools)
-    assert told == [CALL[0], ("arguments", f'{{"x": {expected}}}')]
+    assert told == [CALL[0], ("arguments", f'{{"x": {expected}}}'), END]
 
 
 @pytest.mark.parametrize(
@@ -207,7 +261,11 @@ def test_values_where_text_is_among_the_types(schema: Any, value: str, expected:
             "<|channel|>analysis to=browser.search<|message|>{}<|call|>",
             [("content", "<|channel|>analysis to=browser.search<|message|>{}<|call|>")],
         ),
-        (f"{TO_WEATHER}{{}} and<|call|>", [CALL[0], ("arguments", "{}"), ("content", "and<|call|>")]),
+        (f"{TO_WEATHER}{{}} and<|call|>", [CALL[0], ("arguments", "{}"), END, ("content", "and<|call|>")]),
+        (f"{TO_WEATHER}\n{OSLO[:8]}", [CALL[0], ("arguments", '{"city":null}')]),
+        (TO_WEATHER, [CALL[0], ("arguments", "{}"), END]),
+        (f"{TO_WEATHER}print(1)<|call|>", [CALL[0], ("arguments", "{}"), ("content", "print(1)<|call|>")]),
+        (f"{TO_WEATHER}{OSLO}<|ca", CALL),
         ("", []),
     ],
 )
@@ -231,7 +289,6 @@ def test_harmony_without_tools() -> None:
         ("<think>\n\n</think>\n\nYes.", False, [("content", "Yes.")]),
         ("Yes.", False, [("content", "Yes.")]),
         ("Yes <think>a</think>", False, [("content", "Yes <think>a</think>")]),
-        ("It is </thin", True, [("reasoning", "It is </thin")]),
         ("<think>", False, []),
         (f"<think>\nA < b\n</think>\n\n{HERMES}", False, [("reasoning", "A < b"), *CALL]),
         (f"{HERMES}</think>{HERMES}", True, [("reasoning", HERMES), *CALL]),
@@ -242,19 +299,62 @@ def test_thoughts(text: str, is_open: bool, told: Told) -> None:
     assert in_all_cuts(text, "hermes", "think", is_open=is_open) == told
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_thoughts_without_an_end(is_cut: bool) -> None:
+    """Those that the prompt has opened are an answer without thoughts, unless the answer was cut."""
+    for text, told in (
+        ("It is.", [("content", "It is.")]),
+        (f"\nWell.\n{HERMES}\n", [("content", "Well.\n"), *CALL]),
+        ("It is </thin", [("content", "It is </thin")]),
+        ("\n", []),
+    ):
+        thought = [("reasoning", text.lstrip())] if text.strip() else []
+        expected = thought if is_cut else [*thought, *told]
+        assert in_all_cuts(text, "hermes", "think", is_open=True, is_cut=is_cut) == expected
+        thought = [("reasoning", text.lstrip())] if text.strip() else []
+        assert in_all_cuts(f"<think>{text}", "hermes", "think", is_cut=is_cut) == thought
+
+
 @pytest.mark.parametrize(
-    ("prompt", "continued", "expected"),
+    ("prompt", "said", "opens", "is_within"),
     [
-        ("a<|assistant|><think>\n", None, True),
-        ("a<|assistant|>\n", None, False),
-        ("what is <think>?<|assistant|>", None, False),
-        ("<|assistant|><think>\n\n</think>\n\n", None, False),
-        ("<|assistant|><think>a", "<think>a", True),
-        ("<|assistant|><think>a</think>b", "<think>a</think>b", False),
+        ("a<|assistant|><think>\n", "", True, True),
+        ("a<|assistant|>\n", "", False, False),
+        ("what is <think>?<|assistant|>", "", False, False),
+        ("<|assistant|><think>\n\n</think>\n\n", "", False, False),
+        ("<|assistant|>", "<think>a", False, True),
+        ("<|assistant|>", "<think>a</think>b", False, False),
+        ("<|assistant|><think>", "a", True, True),
+        ("<|assistant|><think>", "a</think>b", True, False),
     ],
 )
-def test_prompts_that_open_thoughts(prompt: str, continued: str | None, expected: bool) -> None:
-    assert opens_thoughts(prompt, continued) == expected
+def test_prompts_that_open_thoughts(prompt: str, said: str, opens: bool, is_within: bool) -> None:
+    assert (opens_thoughts(prompt), is_within_thoughts(opens, said)) == (opens, is_within)
+
+
+@pytest.mark.parametrize(
+    ("text", "parsers"),
+    [
+        (f"Well.\n{HERMES}\nSo {HERMES}", ("hermes", None)),
+        (f'<tool_call>{{"arguments": {OSLO}, "name": "weather"}}</tool_call>', ("hermes", None)),
+        (f"<think>a</think>{CODER}b", ("qwen3_coder", "think")),
+        (f"  {LLAMA};{LLAMA}", ("llama3_json", None)),
+        (HARMONY, ("harmony", "harmony")),
+    ],
+)
+def test_answers_that_go_on(text: str, parsers: Any) -> None:
+    """What was said is not told again; a call in which it ends is told whole."""
+    whole = read([text], *parsers)
+    for cut in range(len(text) + 1):
+        told = in_all_cuts(text[cut:], *parsers, said=text[:cut])
+        assert told == whole[len(whole) - len(told) :] or (told[0][1], told[1:]) == (
+            whole[len(whole) - len(told)][1][-len(told[0][1]) :],
+            whole[len(whole) - len(told) + 1 :],
+        )
+        before = read([text[:cut]], *parsers, is_cut=True)
+        assert [kind for kind, _ in before].count("name") - [kind for kind, _ in before].count("end") == (
+            AnswerReader(*parsers, TOOLS, said=text[:cut]).has_open_call
+        )
 
 
 @pytest.mark.parametrize(
@@ -300,7 +400,7 @@ PARSERS = st.one_of(
 def test_any_text_in_any_pieces(
     text: str, parsers: tuple[Any, Any], tools: Tools | None, is_open: bool, cuts: list[int]
 ) -> None:
-    """What it is read as does not depend on the pieces, and arguments are the beginning of JSON."""
+    """What it is read as does not depend on the pieces, and arguments are JSON."""
     is_open = is_open and parsers[1] == "think"
     told = read([text], *parsers, tools=tools, is_open=is_open)
     ends = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
@@ -312,9 +412,7 @@ def test_any_text_in_any_pieces(
         assert kinds.count("name") <= (tools is ONE)
     for kind, written in told:
         if kind == "arguments":
-            found = JsonObject()
-            assert found.push(written) == len(written)
-            assert not found.is_done or isinstance(json.loads(written), dict)
+            assert isinstance(json.loads(written), dict)
 
 
 @given(st.binary(max_size=80), PARSERS)
@@ -325,7 +423,7 @@ def test_bytes_at_random(text: bytes, parsers: tuple[Any, Any]) -> None:
 @given(st.lists(st.sampled_from(WORDS), max_size=14).map("".join), PARSERS)
 def test_tags_alone_are_left_out(text: str, parsers: tuple[Any, Any]) -> None:
     reader = AnswerReader(*parsers, TOOLS)
-    parts = [*reader.push(text), *reader.finish()]
+    parts = [*reader.push(text), *reader.finish(is_cut=False)]
     for part in parts:
         if part.kind is Kind.SYNTAX:
             tags = (
