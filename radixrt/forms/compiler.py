@@ -96,7 +96,7 @@ class FormCompiler:
 
     @cached_property
     def _tokens(self) -> Any:
-        return token_map(self._vocabulary.as_json())
+        return token_map(self._vocabulary.as_json)
 
     @cached_property
     def _xgrammar(self) -> Any:

@@ -43,10 +43,18 @@ class Ends:
         for token in self.wanted:
             mask.view("uint32")[token // WORD_BITS] |= 1 << token % WORD_BITS
 
+    def of(self, mask: Int32Array) -> list[int]:
+        """Those that a mask of the engine allows."""
+        return [token for token in self.known if _has(mask, token)]
+
     def leave_out(self, mask: Int32Array) -> None:
-        """Allow everything but an end, so that the next token meets the error of a matcher."""
-        mask.fill(-1)
+        """Allow no end; where nothing else may come, everything else, so that the next token meets the error of a
+        matcher.
+        """
         _clear(mask, self.wanted | self.known)
+        if not mask.any():
+            mask.fill(-1)
+            _clear(mask, self.wanted | self.known)
 
 
 def _has(mask: Int32Array, token: int) -> bool:

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 LLGUIDANCE, XGRAMMAR = "llguidance", "xgrammar"
@@ -30,6 +31,22 @@ STACK_BYTES = 2**20  # half of what the threads that fill masks have
 WHITESPACE = r"( ?|\n {0,20}|\n\t{0,8})"
 MAX_WHITESPACE = 20
 _SOME_BITS = re.compile(rb"[^\0]")  # a byte of a mask
+_MARK = "\ufdd0"  # no character, so that no text is the name of a token that is none
+_MARK_AS_TOLD = "\\u{fdd0}"  # by llguidance, in strings
+# What grammars in Lark are made of, as far as a token's name must be told from text: strings, regular expressions,
+# comments, names of tokens.
+_OF_LARK = re.compile(r'"(?:\\.|[^"\\])*"|/(?![/*])(?:\\.|[^/\\])+/|(?://|#)[^\n]*|(<(?!\[)[^<>\s]+>)', re.DOTALL)
+_COMMON_BYTES = (*b"\t\n\r", *range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC2, 0xF1))  # of UTF-8
+_PROBE = 'a b  c\n\n\td É e\u0301 日本 \u2028\U0001f600 1234\r\n <|end|></s>{"x": [0.5, "\\\\"]}'
+_REASONS = {
+    "NoExtensionBias": "no token of the model spells what must come next",
+    "NoExtension": "nothing may follow",
+    "MaxTokensTotal": "it is longer than its grammar lets it be",
+    "MaxTokensParser": "it is longer than its grammar lets it be",
+    "ParserTooComplex": "what may come next is too much to keep track of: make the form simpler",
+    "LexerTooComplex": "what may come next is too much to keep track of: make the form simpler",
+}
+_PLACE_IN_CODE = re.compile(r"\[\d\d:\d\d:\d\d\] \S+\.(?:cc|h):\d+: ")  # of xgrammar, before what it says
 _OPTIONS: Any = {"whitespace_pattern": WHITESPACE}  # those of `x-guidance` in a schema go before them
 _STRICT: Any = {"lenient": False}  # no keyword is ignored, whatever a schema says
 GUIDED = json.dumps({"x-guidance": _OPTIONS | _STRICT})[1:-1]  # the same, of a schema within a grammar
@@ -45,18 +62,40 @@ class Refusal(Exception):
     """Why an engine does not take a form."""
 
 
+def marked(name: str) -> str:
+    """How a token that is no text is called, in brackets if its name is."""
+    return f"<{_MARK}{name[1:]}" if name.startswith("<") else f"{_MARK}{name}"
+
+
 def token_map(vocabulary: dict[str, Any]) -> Any:
-    """llguidance's LLTokenizer."""
+    """llguidance's LLTokenizer, of what `Vocabulary` tells."""
     from llguidance import LLTokenizer
 
     end_ids = list(vocabulary["end_ids"]) or None
-    source = vocabulary["serialized"]
+    source, size = vocabulary["serialized"], vocabulary["size"]
     if source is None:
         tokens = [token.encode("latin-1") for token in vocabulary["tokens"]]
-        beyond = range(len(tokens), vocabulary["size"])  # rows of the model that the tokenizer does not use
+        beyond = range(len(tokens), size)  # rows of the model that the tokenizer does not use
         tokens += [f"<unused {i}>".encode() for i in beyond]
         source = _tokens_of(tokens, [*vocabulary["special_ids"], *beyond], end_ids)
-    return LLTokenizer(source, n_vocab=vocabulary["size"], eos_token=end_ids, slices=_SLICES)
+    return LLTokenizer(source, n_vocab=size, eos_token=end_ids, slices=_SLICES)
+
+
+@lru_cache(maxsize=4)
+def spells_every_text(tokens: Any) -> bool:
+    """Whether a token map makes ordinary tokens of texts, and of these the same texts: then what a form forces can
+    be told as tokens. Else only masks can say which tokens spell it, if some do.
+    """
+    special = [i for i in range(tokens.vocab_size) if tokens.is_special_token(i)]
+    ordinary = {tokens.decode_bytes([i]) for i in set(range(tokens.vocab_size)).difference(special)}
+    if not ordinary.issuperset(bytes([byte]) for byte in _COMMON_BYTES):
+        return False
+    names = b" ".join(tokens.decode_bytes([i]) for i in special).decode("utf-8", "replace")
+    for text in (_PROBE, names.replace(_MARK, "")):
+        spelled = tokens.tokenize_str(text)
+        if not set(special).isdisjoint(spelled) or tokens.decode_bytes(spelled) != text.encode():
+            return False
+    return True
 
 
 def _tokens_of(tokens: list[bytes], special_ids: list[int], end_ids: list[int] | None) -> Any:
@@ -92,30 +131,44 @@ def llguidance_matcher(tokens: Any, kind: str, text: str, drops_blank: bool) -> 
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(verbose_errors=False)
+    forces = spells_every_text(tokens)
     grammar = _llguidance_grammar(kind, text, drops_blank)
-    if drops_blank and kind == "json_schema":  # JSON never begins with one: it is not compiled twice
-        grammar = _after_a_blank(grammar, is_its_own=False)
-    matcher = LLMatcher(tokens, grammar, log_level=0, limits=limits)
-    if drops_blank and kind in ("regex", "grammar") and not matcher.is_error():
-        is_its_own = matcher.validate_tokens(tokens.greedy_tokenize(" ")) > 0
-        matcher = LLMatcher(tokens, _after_a_blank(grammar, is_its_own), log_level=0, limits=limits)
+    # JSON never begins with a blank, and choices have theirs: these are not compiled twice.
+    if kind in ("json_schema", "choice"):
+        if (begins := drops_blank and kind == "json_schema") or not forces:
+            grammar = _within(grammar, '" "?' if begins else "", forces)
+        return _checked(LLMatcher(tokens, grammar, log_level=0, limits=limits))
+    whole = grammar if forces else _within(grammar, "", forces)
+    matcher = _checked(LLMatcher(tokens, whole, log_level=0, limits=limits))
+    if not drops_blank:
+        return matcher
+    # It must come where a text may begin with a blank of its own, which would be dropped otherwise.
+    is_its_own = matcher.validate_tokens(tokens.greedy_tokenize(" ")) > 0
+    grammar = _within(grammar, '" "' if is_its_own else '" "?', forces)
+    return _checked(LLMatcher(tokens, grammar, log_level=0, limits=limits))
+
+
+def _checked(matcher: Any) -> Any:
     if matcher.is_error():
-        raise _refusal(matcher)
+        raise Refusal(llguidance_reason(matcher))
     return matcher
 
 
-def _refusal(matcher: Any) -> Refusal:
-    return Refusal(matcher.get_error().partition("<non-verbose/>")[0].strip())
+def llguidance_reason(matcher: Any) -> str:
+    """Why an LLMatcher does not go on."""
+    reason = matcher.get_error().partition("<non-verbose/>")[0].strip()
+    reason = reason.replace(_MARK, "").replace(_MARK_AS_TOLD, "")
+    if "forced bytes" in reason:
+        reason = "NoExtensionBias"
+    return _REASONS.get(reason, "it must not come here" if "satisfy the grammar" in reason else reason)
 
 
-def _after_a_blank(grammar: str, is_its_own: bool) -> str:
-    """A grammar of llguidance behind a blank that may come: most models begin a word with one. It must come where
-    a text of the grammar may begin with a blank of its own, which would be dropped otherwise.
-    """
+def _within(grammar: str, before: str, forces: bool) -> str:
+    """A grammar of llguidance behind what comes before it: most models begin a word with a blank."""
     parts = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
     parts[0]["name"] = "form"
-    blank = '" "' if is_its_own else '" "?'
-    return json.dumps({"grammars": [{"lark_grammar": f"start: {blank} @form"}, *parts]})
+    lark = f"start: {before} @form" + ("" if forces else '\n%llguidance {"no_forcing": true}')
+    return json.dumps({"grammars": [{"lark_grammar": lark}, *parts]})
 
 
 def _llguidance_grammar(kind: str, text: str, drops_blank: bool) -> str:
@@ -136,11 +189,16 @@ def _llguidance_grammar(kind: str, text: str, drops_blank: bool) -> str:
             return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {listed}"))
         if "x-guidance" in text.replace(GUIDED, ""):
             raise Refusal("x-guidance is not taken in a grammar")
-        return str(LLMatcher.grammar_from_lark(any_to_lark(text) if "::=" in text else text))
+        return str(LLMatcher.grammar_from_lark(any_to_lark(text) if "::=" in text else _with_marks(text)))
     except Refusal:
         raise
     except Exception as error:  # any_to_lark raises whatever its parser runs into
         raise Refusal(str(error) or type(error).__name__) from error
+
+
+def _with_marks(lark: str) -> str:
+    """A grammar in Lark with the names that tokens which are no text have here."""
+    return _OF_LARK.sub(lambda found: found[0] if found[1] is None else marked(found[1]), lark)
 
 
 def _after_blanks(choices: list[str]) -> list[str]:
@@ -178,7 +236,7 @@ def xgrammar_grammar(compiler: Any, kind: str, text: str, drops_blank: bool) -> 
     except Refusal:
         raise
     except Exception as error:  # those of C++
-        raise Refusal(str(error).strip() or type(error).__name__) from error
+        raise Refusal(_PLACE_IN_CODE.sub("", str(error)).strip() or type(error).__name__) from error
 
 
 def _ebnf(text: str) -> str:
@@ -196,13 +254,12 @@ class _Llguidance:
 
         def mask() -> bytes:
             found = bytes(matcher.compute_bitmask())
-            if matcher.is_error():
-                raise _refusal(matcher)
+            _checked(matcher)
             return found
 
         def take(token_id: int) -> None:
             if not matcher.consume_token(token_id):  # a limit: the mask has allowed it
-                raise _refusal(matcher)
+                raise Refusal(llguidance_reason(matcher))
 
         return mask, take
 
@@ -261,8 +318,8 @@ class _Engines:
                 if time.thread_time() - began > limit:
                     raise Refusal(f"it is too large: a mask takes more than {limit:g} s")
                 token_id = _drawn(bits, self._end_ids, draw)
-                if not step and not _SOME_BITS.search(bits):  # such as of a schema that refers to itself alone
-                    raise Refusal("no text has it")
+                if not _SOME_BITS.search(bits):  # at first: such as of a schema that refers to itself alone
+                    raise Refusal(_REASONS["NoExtensionBias"] if step else "no text has it")
                 if token_id is None:
                     break
                 take(token_id)

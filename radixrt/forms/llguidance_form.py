@@ -12,7 +12,7 @@ import numpy as np
 
 from radixrt.arrays import Int32Array
 from radixrt.forms.ends import Ends
-from radixrt.forms.form_process import LLGUIDANCE, llguidance_matcher
+from radixrt.forms.form_process import LLGUIDANCE, llguidance_matcher, llguidance_reason
 from radixrt.forms.matcher import WORD_BITS, push_one
 from radixrt.processors import usable_processors
 
@@ -69,7 +69,19 @@ class LlguidanceMatcher:
 
     def refusal(self, token_id: int) -> ValueError:
         """Why a token was not taken."""
-        return ValueError(f"token {token_id} is not taken by the form: {self.inner.get_error()}")
+        return ValueError(f"token {token_id} is not taken by the form: {llguidance_reason(self.inner)}")
+
+    def mend_ends(self, mask: Int32Array) -> None:
+        """Leave in a mask `[W]` of the engine with an end only ends after which the form is complete."""
+        if self.inner.is_accepting():
+            self.ends.put(mask)
+        elif self.inner.is_error() or not any(map(self._is_named_end, self.ends.of(mask))):
+            self.ends.leave_out(mask)
+
+    def _is_named_end(self, token_id: int) -> bool:
+        """Whether a grammar that names this end is complete with it."""
+        copy = self.inner.deep_copy()
+        return bool(copy.consume_token(token_id) and copy.is_accepting())
 
     def forced(self) -> list[int]:
         """See `Matcher`."""
@@ -154,11 +166,9 @@ class LlguidanceMatchers:
         for token in self._known:
             may_end |= masks[self._places, token // WORD_BITS] >> token % WORD_BITS & 1 != 0
         for i in np.flatnonzero(may_end).tolist():
-            matcher, row = self._matchers[i], masks[self._places[i]]
-            if matcher.inner.is_error():
-                matcher.ends.leave_out(row)
-            else:
-                matcher.ends.put(row)
+            if self._given[i][1] in ended:
+                continue
+            self._matchers[i].mend_ends(masks[self._places[i]])
         for place, worked_on in self._again:
             masks[place] = masks[worked_on]
 

@@ -103,7 +103,7 @@ class Trials:
             raise FormError(f"the process that tries forms cannot be started: {error}") from error
         self._process, self._owner, self._loaded = process, os.getpid(), set()
         weakref.finalize(self, stopped, process, self._owner, 0)
-        self._checked_start(process, self._vocabulary.as_json(), "the tokenizer")
+        self._checked_start(process, self._vocabulary.as_json, "the tokenizer")
         return process
 
     def _checked_start(self, process: subprocess.Popen[bytes], message: dict[str, Any], what: str) -> None:

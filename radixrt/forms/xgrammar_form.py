@@ -70,6 +70,7 @@ class XgrammarForm:
 
 def _fill_row(matcher: XgrammarMatcher, masks: Int32Array, row: int) -> None:
     if matcher.inner.is_terminated():
+        masks[row] = 0
         matcher.ends.leave_out(masks[row])
         return
     matcher.inner.fill_next_token_bitmask(masks, row)

@@ -10,6 +10,7 @@ pytest.importorskip("llguidance", reason="llguidance is not installed: pip insta
 
 from radixrt.errors import ParameterError
 from radixrt.forms.form_process import Refusal, llguidance_matcher, token_map
+from radixrt.forms.vocabulary import Vocabulary
 from radixrt.parsers.forcing import forced_grammar
 from radixrt.text.tokenizer import load_tokenizer
 from tests.support.small_tokenizers import HARMONY_TOKENS, byte_level
@@ -24,8 +25,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("tokenizer")
     byte_level(("<s>", "</s>", *HARMONY_TOKENS, "<|constrain|>")).save_pretrained(folder)
     tokenizer = load_tokenizer(folder)
-    vocabulary = {"end_ids": [1], "serialized": tokenizer.serialized(), "size": tokenizer.vocab_size}
-    map_ = token_map(vocabulary)
+    map_ = token_map(Vocabulary(tokenizer.vocab_size, (1,), tokenizer.serialized()).as_json)
 
     def takes(grammar: str, text: str) -> bool:
         """Whether a text has the form, whole."""
