@@ -1,7 +1,7 @@
 """A Runtime whose model says given texts: sessions of clients can be told beforehand.
 
-Its engine, forms, parsers and server are the real ones. A text comes token by token, as far as the form of its request
-allows it; an answer fails where the form refuses what is to be said next.
+Its engine, forms, parsers and server are the real ones. A text comes token by token, as far as the form of its
+request allows it; an answer fails where the form refuses what is to be said next.
 """
 
 from __future__ import annotations

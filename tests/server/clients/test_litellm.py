@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # or it asks the network when it is imported
-litellm = pytest.importorskip("litellm", reason="litellm is not installed: make test-clients")
+pytest.importorskip("litellm", reason="litellm is not installed: make test-clients")
+
+import litellm
 
 from tests.server.clients.weather import (
     ANSWER,
@@ -33,7 +35,9 @@ SCHEMA = {
     "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
     "required": ["city", "days"],
 }
-TOOLS = [{"type": "function", "function": {"name": "weather", "description": weather.__doc__, "parameters": SCHEMA}}]
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": weather.__doc__, "parameters": SCHEMA}}
+]
 ASKED: list[Any] = [{"role": "user", "content": QUESTION}]
 
 pytestmark = pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
