@@ -56,6 +56,7 @@ __all__ = [
     "CacheFileError",
     "CacheStats",
     "CompletionOutput",
+    "ContextLengthError",
     "Conversation",
     "DeviceLostError",
     "ErrorRateError",
@@ -127,6 +128,7 @@ if TYPE_CHECKING:
     from radixrt.errors import (
         BatchFileError,
         CacheFileError,
+        ContextLengthError,
         DeviceLostError,
         ErrorRateError,
         FormError,

@@ -451,7 +451,9 @@ def test_context_length_ends_generation(folder: Path) -> None:
             output = runtime.generate([9] * length, GREEDY)
             assert output.finish_reason is FinishReason.LENGTH
             assert length + len(output.token_ids) == min(24, length + 32)
-        with pytest.raises(PromptError, match="has 24 tokens; with a context of 24 it may have at most 23"):
+        with pytest.raises(
+            PromptError, match=r"has 24 tokens, but .* length is 24 tokens: it may have at most 23"
+        ):
             runtime.generate([9] * 24, GREEDY)
 
 
@@ -459,7 +461,7 @@ def test_a_rope_that_reaches_farther_gives_a_longer_context(tmp_path: Path) -> N
     with torch.device("cpu"):
         model = llama(max_position_embeddings=32, rope_parameters=checkpoints.LINEAR_ROPE)
     folder, prompt = write(model.to(torch.get_default_device()), tmp_path), shared_prompts()[0]
-    with small_runtime(folder) as runtime, pytest.raises(PromptError, match="with a context of 32"):
+    with small_runtime(folder) as runtime, pytest.raises(PromptError, match="maximum context length is 32"):
         runtime.generate(prompt, GREEDY)
     with small_runtime(folder, context_length=128) as runtime:
         assert list(runtime.generate(prompt, GREEDY).token_ids) == continuation(model, prompt, 32)[0]
@@ -491,7 +493,7 @@ def test_bad_prompts_are_named_together_and_nothing_runs(runtime: Runtime) -> No
         "prompt 3 holds token id 101",
         "prompt 4 is text, but the model's folder has no tokenizer",
         "prompt 5 is neither a string, nor a list of token ids, nor a list of chat messages",
-        "prompt 6 has 300 tokens; with a context of 256 it may have at most 255",
+        "prompt 6 has 300 tokens, but this model's maximum context length is 256 tokens: it may have at most 255",
         "prompt 7 is neither",
         "prompt 8 holds token id 1000000000000000000000000000000",
     ):

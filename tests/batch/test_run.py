@@ -395,7 +395,11 @@ def test_errors_are_found_in_records(tmp_path: Path, line_format: str) -> None:
     assert [record_error(record) for record in read(out)] == [
         None,
         (LineErrorType.FAILED, "the pass failed"),
-        (LineErrorType.INVALID_PROMPT, "the prompt has 99 tokens; with a context of 50 it may have at most 49"),
+        (
+            LineErrorType.CONTEXT_LENGTH,
+            "the prompt has 99 tokens, but this model's maximum context length is 50 tokens: it may have at most "
+            "49",
+        ),
     ]
 
 

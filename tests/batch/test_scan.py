@@ -80,7 +80,7 @@ WRONG = {
     6: LineErrorType.DUPLICATE_CUSTOM_ID,
     7: LineErrorType.INVALID_LINE,
     8: LineErrorType.INVALID_PARAMETERS,
-    9: LineErrorType.INVALID_PROMPT,
+    9: LineErrorType.CONTEXT_LENGTH,
 }
 
 
@@ -328,8 +328,8 @@ def test_a_text_far_too_long_is_not_encoded(
     )
     assert found.is_bad.tolist() == [True, False]
     assert found.problems[0].message == (
-        "the prompt has 3,000,000 characters and by far more tokens than a context of 20 takes: "
-        "it may have at most 19"
+        "the prompt has 3,000,000 characters and by far more tokens than fit: this model's maximum context "
+        "length is 20 tokens, and a prompt may have at most 19"
     )
     assert max(longest) < 1000
 
@@ -358,8 +358,8 @@ def test_a_chat_far_too_long_is_not_rendered(tmp_path: Path, monkeypatch: pytest
     )
     assert found.is_bad.tolist() == [True, False, False]
     assert found.problems[0].message == (
-        "the prompt has 300,000 characters in its messages and by far more tokens than a context of 80 takes: "
-        "it may have at most 79"
+        "the prompt has 299,999 characters in its messages and by far more tokens than fit: this model's maximum "
+        "context length is 80 tokens, and a prompt may have at most 79"
     )
     assert [len(chat.messages[0]["content"]) for chat in rendered] == [1, 30_000]
     assert len(found.tokens[2]) == 5

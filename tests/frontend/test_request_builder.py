@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from radixrt.builtin import MODEL_PATH
-from radixrt.errors import ParameterError, PromptError
+from radixrt.errors import ContextLengthError, ParameterError, PromptError
 from radixrt.forms.compiler import form_compiler
 from radixrt.forms.matcher import mask_words
 from radixrt.frontend.arguments import listed_prompts
 from radixrt.frontend.request_builder import RequestBuilder, builder_without_weights
+from radixrt.listed import FEWEST, Listed, listed_requests
 from radixrt.planning.simulated import NoWeights
+from radixrt.sampling_params import SamplingParams
 from radixrt.text.chat import Chat
 from radixrt.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support.small_tokenizers import chat_tokenizer, small_tokenizer
@@ -223,6 +225,34 @@ def test_parameters_and_ids_come_from_columns_too(builder: RequestBuilder) -> No
     assert [(request.params.max_new_tokens, request.id) for request in requests] == [(3, "a"), (128, "b")]
 
 
+def test_an_answer_that_only_the_context_ends_fits_into_the_pool(builder: RequestBuilder) -> None:
+    """Otherwise no chat without a maximum could run where the pool is smaller than the context."""
+    builder.pool_tokens = 12
+    builder.refusal = lambda request: "is too long" if request.max_slots > 12 else None
+    for length, most in ((1, 12), (5, 8), (12, 1)):
+        params = SamplingParams(max_new_tokens=None)
+        _, listed = listed_requests(builder, [[1] * length] * FEWEST, params, True, None, None, "raise")
+        assert isinstance(listed, Listed)
+        for request in (builder.build([1] * length, params), listed[0], listed[FEWEST - 1]):
+            assert (request.max_new_tokens, request.max_slots) == (most, 12)
+    assert builder.build([1], {"max_tokens": 3}).max_new_tokens == 3
+    with pytest.raises(PromptError, match=r"^is too long$"):
+        builder.build([1], {"max_tokens": 13})
+    with pytest.raises(ContextLengthError, match="maximum context length"):
+        builder.build([1] * 13, {"max_tokens": None})
+
+
+def test_prompts_that_are_all_too_long_are_told_as_that(builder: RequestBuilder) -> None:
+    for prompts, kind in (([[1] * 20], ContextLengthError), ([[1] * 20, [99]], PromptError)):
+        with pytest.raises(PromptError) as error:
+            builder.build_all(prompts, None, True, None, None, "raise")
+        assert type(error.value) is kind
+    with pytest.raises(
+        ContextLengthError, match="the prompt has 20 tokens, but this model's max"
+    ):
+        builder.build_streamed([1] * 20, None, None, None)
+
+
 def test_a_text_far_too_long_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths, encode = [], Tokenizer.encode
 
@@ -233,7 +263,7 @@ def test_a_text_far_too_long_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> 
     tokenizer = load_tokenizer(MODEL_PATH)
     builder = RequestBuilder(NoWeights(tokenizer.vocab_size).config, tokenizer, context_length=20)
     monkeypatch.setattr(Tokenizer, "encode", noted)
-    with pytest.raises(PromptError, match="has 3,000,000 characters and by far more tokens than a context of 20"):
+    with pytest.raises(PromptError, match="has 3,000,000 characters and by far more tokens than fit: this model"):
         builder.build("ab " * 10**6)
     assert max(lengths) < 1000
     cut = builder.build("ab " * 2000, {"truncate_prompt_tokens": 5})
@@ -263,18 +293,21 @@ def test_a_chat_far_too_long_is_neither_rendered_nor_encoded(
         [{"role": "user", "content": long}],
         [{"role": "system", "content": long}, {"role": "user", "content": [{"type": "text", "text": "a"}]}],
     ):
-        refusal = r"has 300,00\d characters in its messages and by far more tokens than a context of 20 takes"
+        refusal = r"has \d{3},\d{3} characters in its messages .* maximum context length is 20 tokens"
         with pytest.raises(PromptError, match=refusal):
             builder.build(messages)
     with pytest.raises(PromptError, match="in its messages"):
         builder.build_scored([messages], [[3]], None)
     assert not rendered
-    # What the assistant has said may be left out by the template: here it is not.
-    said = [{"role": "assistant", "content": long}, {"role": "user", "content": "a"}]
-    with pytest.raises(PromptError, match=r"has 300,\d+ characters and by far more tokens"):
+    # What the assistant has thought may be left out by the template: here it is not.
+    said = [{"role": "assistant", "content": f"<think>{long}</think>a"}, {"role": "user", "content": "a"}]
+    with pytest.raises(ContextLengthError, match=r"has 300,\d+ characters and by far more tokens"):
         builder.build(said)
     assert len(rendered) == 1
     assert max(encoded) < 1000
+    with pytest.raises(ContextLengthError, match="in its messages"):
+        builder.build([{"role": "assistant", "content": long}, {"role": "user", "content": "a"}])
+    assert len(rendered) == 1
     assert builder.build(said, {"truncate_prompt_tokens": 5}).prompt_len == 5
 
 

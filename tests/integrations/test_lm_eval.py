@@ -20,7 +20,7 @@ import torch
 
 from tests.support.checkpoints import llama, write
 from tests.support.dense import dense
-from tests.support.small_tokenizers import byte_level, chat_tokenizer
+from tests.support.small_tokenizers import CHATML, byte_level, chat_tokenizer
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install lm-eval")
 
@@ -374,13 +374,20 @@ def test_a_text_has_one_bos(builtin: RadixLM) -> None:
     assert builtin.eot_token_id == 2
 
 
-def test_chat_templates(tiny: RadixLM, builtin: RadixLM) -> None:
+def test_chat_templates(tiny: RadixLM, builtin: RadixLM, tmp_path: Path) -> None:
     asked = [{"role": "user", "content": "Mira?"}]
     opened = "<|im_start|>user\nMira?<|im_end|>\n<|im_start|>assistant\n"
     assert tiny.apply_chat_template(asked) == opened
     begun = [*asked, {"role": "assistant", "content": "Mira likes"}]
     assert tiny.apply_chat_template(begun, add_generation_prompt=False) == f"{opened}Mira likes"
     assert "/" not in tiny.tokenizer_name
+    # A template that trims, as Llama 3's: the prefix is also that of the example before.
+    trimming = CHATML.replace("message['content']", "message['content'] | trim")
+    tiny._tokenizer = chat_tokenizer(tmp_path, trimming.replace("m.content", "m.content | trim"))
+    answer = {"role": "assistant", "content": "The answer is: "}
+    few = [*asked, {**answer, "content": "The answer is: 3"}, {"role": "user", "content": "Tarek?"}, answer]
+    text = tiny.apply_chat_template(few, add_generation_prompt=False)
+    assert text.endswith("user\nTarek?<|im_end|>\n<|im_start|>assistant\nThe answer is:")
     with pytest.raises(TokenizerError, match="no chat template"):
         builtin.apply_chat_template(asked)
 

@@ -201,7 +201,7 @@ def test_token_ids(builtin: PromptProcessor, ids: list[list[int]], kind: str) ->
         ({"sampling_params": "{}"}, "sampling parameters are a dict"),
         ({"prompt": None}, "the row has no prompt; give one of prompt, messages, tokenized_prompt"),
         ({"prompt": ""}, "is empty"),
-        ({"prompt": "Oslo " * 3000}, "by far more tokens than a context of 200 takes"),
+        ({"prompt": "Oslo " * 3000}, "by far more tokens than fit: this model's maximum context"),
         ({"messages": [{"role": "user", "content": "Who?"}]}, "the row has prompt and messages"),
         ({"prompt": None, "messages": [{"role": "user"}]}, "no 'content'"),
         ({"tools": [{"type": "function"}]}, "has tools, which only a chat may have"),

@@ -61,6 +61,23 @@ def test_more_is_expected_once_memory_has_fallen_short() -> None:
     assert estimate.expected(answer) == int(1000 * share)  # and the lengths of before no longer count
 
 
+def test_chats_without_a_maximum_run_together() -> None:
+    """Their limit is the context, of which nobody takes all: memory for that must not be kept for each."""
+    world = World(
+        Sizes(num_slots=20_000, context_len=16_384, num_rows=32, max_running=16, max_samples=32, chunk=2048)
+    )
+    for i in range(16):
+        world.submit([i, 1, 2], 16_000, stop_ids=frozenset([10**6]))
+    for _ in range(3):
+        world.engine.step()
+    assert world.scheduler.num_running == 16
+    estimate = OutputEstimate()
+    (before,) = {estimate.expected(answer) for answer in world.scheduler._admission.running}
+    estimate.fell_short()
+    (after,) = {estimate.expected(answer) for answer in world.scheduler._admission.running}
+    assert after > 1.9 * before
+
+
 def test_first_come_order() -> None:
     world = World(Sizes(num_slots=120, max_running=1, policy=SchedulePolicy.FCFS))
     requests = [world.submit([i, 1, 2], 2) for i in range(4)]

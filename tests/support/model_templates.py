@@ -15,7 +15,8 @@ def _template(text: str) -> str:
 
 # Trims contents, shows tools in the first user message, takes one call a message and drops a content beside it.
 LLAMA3 = _template("""
-{%- macro turn(role) -%}<|start_header_id|>{{ role }}<|end_header_id|>\\n\\n{{ caller() }}<|eot_id|>{%- endmacro -%}
+{%- macro turn(role) -%}<|start_header_id|>{{ role }}<|end_header_id|>\\n\\n{{ caller()
+    }}<|eot_id|>{%- endmacro -%}
 {%- set begin = 1 if messages[0].role == 'system' else 0 -%}
 {{- bos_token -}}
 {%- call turn('system') -%}
@@ -47,7 +48,8 @@ Answer with a call of one of these:\\n
 QWEN3 = _template("""
 {%- set ns = namespace(last=-1) -%}
 {%- for m in messages -%}
-{%- if m.role == 'user' and not (m.content.startswith('<tool_response>') and m.content.endswith('</tool_response>')) -%}
+{%- if m.role == 'user' and not (m.content.startswith('<tool_response>') and
+    m.content.endswith('</tool_response>')) -%}
 {%- set ns.last = loop.index0 -%}
 {%- endif -%}
 {%- endfor -%}
@@ -69,7 +71,8 @@ QWEN3 = _template("""
 {%- set content = content.split('</think>')[-1].lstrip('\\n') -%}
 {%- endif -%}
 <|im_start|>assistant\\n
-{%- if loop.index0 > ns.last and (loop.last or thoughts) %}<think>\\n{{ thoughts.strip('\\n') }}\\n</think>\\n\\n{% endif -%}
+{%- if loop.index0 > ns.last and (loop.last or thoughts) %}<think>\\n{{ thoughts.strip('\\n')
+    }}\\n</think>\\n\\n{% endif -%}
 {{- content -}}
 {%- for c in m.tool_calls or [] -%}
 {{- '\\n' if content or not loop.first -}}
@@ -83,12 +86,14 @@ QWEN3 = _template("""
 {{- '<|im_end|>\\n' if loop.last or messages[loop.index0 + 1].role != 'tool' -}}
 {%- endif -%}
 {%- endfor -%}
-{%- if add_generation_prompt %}<|im_start|>assistant\\n{% if enable_thinking is false %}<think>\\n\\n</think>\\n\\n{% endif %}{% endif -%}
+{%- if add_generation_prompt %}<|im_start|>assistant\\n{% if enable_thinking is false
+    %}<think>\\n\\n</think>\\n\\n{% endif %}{% endif -%}
 """)
 
 # Walks through arguments as an object.
 QWEN3_CODER = _template("""
-{%- if tools %}<|im_start|>system\\n{% for t in tools %}<function>{{ t.function.name }}</function>{% endfor %}<|im_end|>\\n{% endif -%}
+{%- if tools %}<|im_start|>system\\n{% for t in tools %}<function>{{ t.function.name }}</function>{% endfor
+    %}<|im_end|>\\n{% endif -%}
 {%- for m in messages -%}
 <|im_start|>{{ m.role }}\\n{{ m.content or '' -}}
 {%- for c in m.tool_calls or [] -%}
@@ -103,7 +108,7 @@ QWEN3_CODER = _template("""
 {%- if add_generation_prompt %}<|im_start|>assistant\\n{% endif -%}
 """)
 
-# Puts all system messages first, drops thoughts, shows calls only where there is no content, joins arguments as text.
+# Puts all system messages first, drops thoughts, shows calls only beside no content, joins arguments as text.
 DEEPSEEK_R1 = _template("""
 {{- bos_token -}}
 {%- for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% endif %}{% endfor -%}
@@ -112,7 +117,8 @@ DEEPSEEK_R1 = _template("""
 <|User|>{{ m.content }}
 {%- elif m.role == 'assistant' and m.content is none -%}
 {%- for c in m.tool_calls -%}
-{{- '<|Assistant|>' if loop.first }}<|call|>{{ c.type + '<|sep|>' + c.function.name + '\\n```json\\n' + c.function.arguments + '\\n```' -}}
+{{- '<|Assistant|>' if loop.first }}<|call|>{{ c.type + '<|sep|>' + c.function.name + '\\n```json\\n' +
+    c.function.arguments + '\\n```' -}}
 {%- endfor -%}
 <|end|>
 {%- elif m.role == 'assistant' -%}
@@ -134,12 +140,13 @@ GEMMA3 = _template("""
 {%- endif -%}
 {%- for m in loop_messages -%}
 {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns must alternate') }}{% endif -%}
-<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\\n{{ first if loop.first }}{{ m.content | trim }}<end_of_turn>\\n
+<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\\n{{ first if loop.first }}{{ m.content |
+    trim }}<end_of_turn>\\n
 {%- endfor -%}
 {%- if add_generation_prompt %}<start_of_turn>model\\n{% endif -%}
 """)
 
-# Puts the system's message and the tools before the last message, if that is the user's; wants ids of 9 characters.
+# Puts the system's message before the last one, if that is the user's; wants ids of 9 characters.
 MISTRAL = _template("""
 {{- bos_token -}}
 {%- set system, rest = none, messages -%}
@@ -174,19 +181,22 @@ GPT_OSS = _template("""
 {%- endif -%}
 <|start|>system<|message|>Reasoning: {{ reasoning_effort | default('medium') }}<|end|>
 {%- if developer or tools -%}
-<|start|>developer<|message|>{{ developer }}{% for t in tools or [] %}\\ntype {{ t.function.name }} = (_: {{ t.function.parameters | tojson }}){% endfor %}<|end|>
+<|start|>developer<|message|>{{ developer }}{% for t in tools or [] %}\\ntype {{ t.function.name
+    }} = (_: {{ t.function.parameters | tojson }}){% endfor %}<|end|>
 {%- endif -%}
 {%- set ns = namespace(called=none) -%}
 {%- for m in rest -%}
 {%- if m.role == 'assistant' and m.tool_calls -%}
-{%- set answers = rest[loop.index:] | selectattr('role', 'equalto', 'assistant') | rejectattr('tool_calls') | list -%}
+{%- set answers = rest[loop.index:] | selectattr('role', 'equalto', 'assistant') | rejectattr('tool_calls') |
+    list -%}
 {%- if m.content and m.thinking %}{{ raise_exception('content or thinking') }}{% endif -%}
 {%- if (m.content or m.thinking) and not answers -%}
 <|start|>assistant<|channel|>analysis<|message|>{{ m.content or m.thinking }}<|end|>
 {%- endif -%}
 {%- if m.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}{% endif -%}
 {%- set ns.called = m.tool_calls[0].function.name -%}
-<|start|>assistant to=functions.{{ ns.called }}<|channel|>commentary json<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|call|>
+<|start|>assistant to=functions.{{ ns.called
+    }}<|channel|>commentary json<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|call|>
 {%- elif m.role == 'assistant' -%}
 {%- if loop.last and not add_generation_prompt -%}
 {%- if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif -%}

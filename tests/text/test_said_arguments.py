@@ -53,7 +53,12 @@ def test_it_is_a_text_and_a_mapping() -> None:
     said = SaidArguments('{"city": "Os')
     assert isinstance(said, Mapping)
     assert (str(said), "x" + said, f"{said}") == ('{"city": "Os', 'x{"city": "Os', '{"city": "Os')
-    assert (dict(said.items()), list(said), list(said.values()), len(said)) == ({"city": "Os"}, ["city"], ["Os"], 1)
+    assert (dict(said.items()), list(said), list(said.values()), len(said)) == (
+        {"city": "Os"},
+        ["city"],
+        ["Os"],
+        1,
+    )
     assert (said["city"], said.get("city"), said.get("a", 3), said[1:-1]) == ("Os", "Os", 3, '"city": "O')
 
 

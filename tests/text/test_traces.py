@@ -1,0 +1,126 @@
+"""Which parts of a chat a template leaves out, as functions of Python in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from radixrt.text.traces import Part, lost, told
+
+Template = Callable[[dict[str, Any]], "str | None"]
+
+
+def lost_by(
+    template: Template, *messages: dict[str, Any], tools: list[dict[str, Any]] | None = None
+) -> list[Part]:
+    variables = {"messages": list(messages), "tools": tools}
+    text = template(variables)
+    assert text is not None
+    return lost(variables, text, template)
+
+
+def said(content: str, role: str = "user", **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def plain(variables: dict[str, Any]) -> str:
+    return "boilerplate yes no " + "\n".join(m["content"] for m in variables["messages"] if m["role"] != "critic")
+
+
+def test_short_words_that_are_elsewhere_prove_nothing() -> None:
+    assert lost_by(plain, said("yes"), said("no")) == []
+    critics = [said("no", "critic"), said("yes no", "critic")]
+    assert lost_by(plain, said("yes"), *critics) == [("message", 1), ("message", 2)]
+    assert lost_by(plain, said("", "critic"), said(" \n"), said("")) == [("message", 0)]
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda content: content[: len(content) // 2],
+        lambda content: content[len(content) // 2 :],
+        lambda content: content.split("\n")[-1],
+        lambda content: "",
+    ],
+)
+def test_a_content_that_is_cut_is_lost(cut: Callable[[str], str]) -> None:
+    template = lambda variables: "".join(cut(m["content"]) for m in variables["messages"])  # noqa: E731
+    assert lost_by(template, said("one two three\nfour five six")) == [("message", 0)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        str.strip,
+        str.upper,
+        lambda content: content.replace("/no_think", ""),
+        lambda content: repr(content)[1:-1],
+        lambda content: " ".join(content.split()),
+    ],
+)
+def test_a_content_that_is_written_otherwise_is_there(change: Callable[[str], str]) -> None:
+    template = lambda variables: "".join(change(m["content"]) for m in variables["messages"])  # noqa: E731
+    for content in ("  Be  brief. /no_think\n", "/no_think", "å", "<tool_response>\na\n</tool_response>"):
+        assert lost_by(template, said(content)) == []
+
+
+def test_what_marks_change_is_looked_for_without_them() -> None:
+    """Such as where a template compares messages, knows some contents, or fails on others."""
+
+    def known(variables: dict[str, Any]) -> str | None:
+        contents = [m["content"] for m in variables["messages"]]
+        if len(contents) == 1:
+            return "on" if contents == ["on"] else ""
+        return None if "_" in "".join(contents) else "".join(contents[1:])
+
+    assert lost_by(known, said("on")) == []
+    assert lost_by(known, said("off")) == [("message", 0)]
+    assert lost_by(known, said("missing"), said("here"), said('a "b"')) == [("message", 0)]
+
+
+def test_order_is_not_asked_for() -> None:
+    backwards = lambda variables: "".join(m["content"] for m in reversed(variables["messages"]))  # noqa: E731
+    assert lost_by(backwards, said("a"), said("b"), said("c")) == []
+
+
+TOLD = [
+    ("a", "a"),
+    ("  a b \n", "a b"),
+    ("<think>x</think>\n\na", "a"),
+    ("[THINK]x[/THINK]a", "a"),
+    ("<seed:think>x</seed:think>a", "a"),
+    ("x</think>a", "a"),
+    ("<think>x</think>", ""),
+    ("<think>x", ""),
+    ("a <think>x", "a"),
+    ("", ""),
+]
+
+
+@pytest.mark.parametrize(("content", "expected"), TOLD)
+def test_thoughts_of_the_assistant_may_be_left_out(content: str, expected: str) -> None:
+    first, end = told(said(content, "assistant"))
+    assert content[first:end] == expected
+    first, end = told(said(content))
+    assert content[first:end] == content.strip()
+
+
+def call(arguments: Any, name: str = "f", **more: Any) -> dict[str, Any]:
+    return {"function": {"name": name, "arguments": arguments}, **more}
+
+
+def test_calls_and_tools() -> None:
+    def first_call(variables: dict[str, Any]) -> str:
+        function = variables["messages"][0]["tool_calls"][0]["function"]
+        return f"{function['name']} {function['arguments']} {variables['tools'][0]}"
+
+    message = said("", "assistant", tool_calls=[call({"a": 1}), call({"a": 1}), call({})])
+    tools = [{"type": "function", "function": {"name": "f"}}, {"name": "g"}, {"anything": 1}]
+    expected = [("call", 0, 1), ("call", 0, 2), ("tool", 1)]
+    assert lost_by(first_call, message, tools=tools) == expected
+    names = lambda variables: str([c["function"]["name"] for c in variables["messages"][0]["tool_calls"]])  # noqa: E731
+    assert lost_by(names, message) == [("call", 0, 0), ("call", 0, 1)]
+    ids = lambda variables: str([c.get("id") for c in variables["messages"][0]["tool_calls"]])  # noqa: E731
+    assert lost_by(ids, said("", "assistant", tool_calls=[call({}, id="functions.f:0")])) == []
