@@ -10,7 +10,7 @@ import re
 
 import regex
 
-from radixrt.parsers.source import Kind, Part, Source, Steps, match_next
+from radixrt.parsers.source import Kind, Part, Source, Steps, collected, match_next
 
 MOST_DEEP = 100  # arrays and objects within one another: Python's own reader takes no more than some hundreds
 
@@ -26,13 +26,14 @@ _ESCAPE = regex.compile(
     rf"""\\(?:["'\\/bfnrt]|u(?:[0-9a-ce-fA-CE-F]{_HEX}{{3}}|[dD][0-7]{_HEX}{{2}}"""
     rf"|[dD][89abAB]{_HEX}{{2}}\\u[dD][c-fC-F]{_HEX}{{2}}))"
 )
-_LONGEST_WORD = 256
+_LONGEST_WORD = 512  # what may go on is held back
 _WORD = regex.compile(rf"[\w.+-]{{1,{_LONGEST_WORD}}}")
 
 
 def json_value(source: Source) -> Steps[bool]:
     """Take a value as arguments, as far as it can be understood; what is told is valid JSON in any case. Returns
-    whether the value is whole: else what it lacks was added, where the answer ends or what follows is no JSON.
+    whether the value is whole: else what it lacks was added, where the answer ends or what follows is no JSON. A
+    key with whose value the answer has not begun is left out.
 
     What models do is taken: control characters, lone backslashes and halves of surrogate pairs in strings, which
     are escaped; words without quotes, which become strings; Python's True, False and None; commas before a
@@ -43,7 +44,7 @@ def json_value(source: Source) -> Steps[bool]:
         while not source.first and not source.ended:
             yield None
         if (steps := reading.step(source)) is None:
-            yield _told("", reading.lacking())
+            yield _told("", reading.lacking(source))
             return False
         yield from steps
     return reading.is_whole
@@ -79,7 +80,7 @@ class _Reading:
         self.is_whole = True
         self._closers: list[str] = []  # of what is open, innermost last
         self._wanted = "value"  # "value", "item" of an array, "key", "colon", or "comma"
-        self._comma: list[str] = []  # one and the blanks after it, until something else than an end follows
+        self._held: list[str] = []  # a comma and a key, until a value follows
 
     def step(self, source: Source) -> Steps[None] | None:
         """Take what comes next; None if that is no JSON, or nothing comes."""
@@ -87,82 +88,89 @@ class _Reading:
         if _BLANKS.match(character):
             return self._blanks(source)
         if character == "," and self._wanted == "comma":
-            return self._begin_comma(source)
+            return self._comma(source)
         if character == ":" and self._wanted == "colon":
-            self._wanted = "value"
-            return _as_it_is(source)
+            return self._colon(source)
         if character and character in self._closers:
             return self._close(source, character)
         if self._wanted in ("colon", "comma"):
             return None
         if character == '"':
-            return self._string(source)
+            return self._key(source) if self._wanted == "key" else self._string(source)
         if character in _CLOSERS and self._wanted != "key" and len(self._closers) < MOST_DEEP:
             return self._open(source, character)
         return self._word(source) if _WORD.match(character) else None
 
-    def lacking(self) -> str:
-        """What makes the text so far valid JSON."""
-        missing = {"colon": ": null", "value": "null"}.get(self._wanted, "")
-        return missing + "".join(reversed(self._closers))
+    def lacking(self, source: Source) -> str:
+        """What makes the text so far valid JSON, before what comes next."""
+        is_over = source.ended and not source.first and self._closers
+        return ("" if is_over else self._missing()) + "".join(reversed(self._closers))
+
+    def _missing(self) -> str:
+        """The value of a key that has none."""
+        value = {"colon": ": null", "value": "null"}.get(self._wanted, "")
+        return "".join(self._held) + value if value else ""
+
+    def _hold(self, raw: str, text: str) -> Part:
+        self._held.append(text)
+        return _told(raw, "")
+
+    def _begin(self, raw: str, text: str) -> Part:
+        """A value begins."""
+        held, self._held = "".join(self._held), []
+        return _told(raw, held + text)
+
+    def _end(self) -> None:
+        """A value has ended."""
+        self._wanted, self.is_done = "comma", not self._closers
 
     def _blanks(self, source: Source) -> Steps[None]:
         raw = source.run(_BLANKS)
         text = _NO_BLANKS.sub(" ", raw)
-        if self._comma:
-            self._comma.append(text)
-        yield _told(raw, "" if self._comma else text)
+        yield self._hold(raw, text) if self._held else _told(raw, text)
 
-    def _begin_comma(self, source: Source) -> Steps[None]:
-        self._comma = [","]
+    def _comma(self, source: Source) -> Steps[None]:
         self._wanted = "key" if self._closers[-1] == "}" else "item"
-        yield _told(source.take(1), "")
+        yield self._hold(source.take(1), ",")
 
-    def _told_comma(self) -> str:
-        comma, self._comma = "".join(self._comma), []
-        return comma
+    def _colon(self, source: Source) -> Steps[None]:
+        self._wanted = "value"
+        yield self._hold(source.take(1), ":")
+
+    def _key(self, source: Source) -> Steps[None]:
+        yield self._hold(source.take(1), '"')
+        parts, _ = yield from collected(_characters(source))
+        for part in parts:
+            yield self._hold(part.raw, part.text)
+        self._wanted = "colon"
 
     def _open(self, source: Source, character: str) -> Steps[None]:
         self._closers.append(_CLOSERS[character])
         self._wanted = "key" if character == "{" else "item"
-        yield _told(source.take(1), self._told_comma() + character)
+        yield self._begin(source.take(1), character)
 
     def _close(self, source: Source, character: str) -> Steps[None]:
-        lacking = self.lacking()
-        text = lacking[: lacking.index(character) + 1]
-        del self._closers[len(self._closers) - self._closers[::-1].index(character) - 1 :]
-        self._comma = []
-        self._has_value()
+        text, self._held = self._missing(), []
+        while not text.endswith(character):
+            text += self._closers.pop()
+        self._end()
         yield _told(source.take(1), text)
 
-    def _has_value(self) -> None:
-        self._wanted, self.is_done = "comma", not self._closers
-
     def _string(self, source: Source) -> Steps[None]:
-        yield _told(source.take(1), self._told_comma() + '"')
-        is_whole = yield from _characters(source)
-        if self._wanted == "key":
-            self._wanted = "colon"
-        else:
-            self._has_value()
-            self.is_whole = is_whole
+        yield self._begin(source.take(1), '"')
+        self.is_whole = yield from _characters(source)
+        self._end()
 
     def _word(self, source: Source) -> Steps[None]:
         while not source.ended and source.is_half(_WORD):
             yield None
         raw = source.run(_WORD)
-        is_last = source.ended and not source.first
         if self._wanted == "key":
-            text, self._wanted = quoted(raw), "colon"
+            self._wanted = "colon"
+            yield self._hold(raw, quoted(raw))
         else:
-            text = _scalar(raw, is_last)
-            self._has_value()
-        yield _told(raw, self._told_comma() + text)
-
-
-def _as_it_is(source: Source) -> Steps[None]:
-    raw = source.take(1)
-    yield _told(raw, raw)
+            self._end()
+            yield self._begin(raw, _scalar(raw, is_last=source.ended and not source.first))
 
 
 def _characters(source: Source) -> Steps[bool]:
@@ -189,7 +197,7 @@ def _characters(source: Source) -> Steps[bool]:
             yield None
 
 
-def _scalar(word: str, is_last: bool) -> str:
+def _scalar(word: str, *, is_last: bool) -> str:
     """A word as JSON. `is_last`: the answer ends with it, so that it may be the beginning of one."""
     if word in _LITERALS:
         return _LITERALS[word]

@@ -63,11 +63,12 @@ def _halves(tags: Sequence[str], least: int) -> str:
     return "|".join(tag[:size] for tag in tags for size in range(least, len(tag)))
 
 
-_CLOSING = ("</parameter>", "</function>", "</tool_call>")
+_CLOSING, _OPENING = ("</parameter>", "</function>", "</tool_call>"), ("<parameter=", "<function=", "<tool_call>")
 _ENDS = _ends("")
 _LAST_ENDS = regex.compile(
-    _ends(rf"|(?:{_halves((*_CLOSING, '<parameter=', '<function=', '<tool_call>'), 1)})?\Z").pattern
-    + rf"|\n?(?:{_halves(_CLOSING, 3)})\Z"
+    _ends(rf"|(?:{_halves((*_CLOSING, *_OPENING), 1)})?\Z").pattern
+    + rf"|\n?(?:{_halves(_CLOSING, 2)})\Z"
+    + rf"|\n(?:{_halves(_OPENING, 4)}|<(?:parameter|function)=[^<>\n]{{0,256}})\Z"
 )
 
 
@@ -93,17 +94,18 @@ class _Call:
     def __init__(self, source: Source, types: ArgumentTypes, functions: Collection[str]) -> None:
         self._source, self._types, self._functions = source, types, functions
         self._given: set[str] = set()  # parameters that it has had
+        self._has_begun = False  # one of them was told
 
     def arguments(self) -> Steps[None]:
         """Take parameters as an object, which is closed in any case."""
         source = self._source
         while (match := (yield from match_next(source, _NEXT))) and (key := match["key"]) is not None:
-            yield _told(source.take_to(match.end()), f"{', ' if self._given else '{'}{quoted(key)}: ")
+            yield _told(source.take_to(match.end()), "")
             self._given.add(key)
             if (yield from match_next(source, _NEW_LINE)):
                 yield _told(source.take(1), "")
-            yield from self._text() if self._types.is_plain_text(key) else self._value(key)
-        brace = "}" if self._given else "{}"
+            yield from self._text(key) if self._types.is_plain_text(key) else self._value(key)
+        brace = "}" if self._has_begun else "{}"
         if match:
             yield _told(source.take_to(match.end()), brace)
             yield END
@@ -115,14 +117,19 @@ class _Call:
         if source.is_over or (yield from match_next(source, _NEXT_CALL)):
             yield END
 
-    def _text(self) -> Steps[None]:
+    def _begin(self, key: str) -> str:
+        """What stands before a value."""
+        before, self._has_begun = ", " if self._has_begun else "{", True
+        return f"{before}{quoted(key)}: "
+
+    def _text(self, key: str) -> Steps[None]:
         """Take a value that is text whatever it looks like."""
-        yield _told("", '"')
+        yield _told("", self._begin(key) + '"')
         tag = yield from self._until_end(lambda raw: _told(raw, quoted(raw)[1:-1]), lambda: False)
         yield _told(tag, '"')
 
     def _value(self, key: str) -> Steps[None]:
-        """Take a value that is known only when it has ended."""
+        """Take a value that is known only when it has ended; one that has not begun is left out."""
         held: list[str] = []
 
         def made(raw: str) -> Part:
@@ -130,8 +137,10 @@ class _Call:
             return _told(raw, "")
 
         _, tag = yield from collected(self._until_end(made, lambda: _is_json("".join(held).strip())))
-        raw = "".join(held)
-        yield _told(raw + tag, _as_json(raw, self._types.of(key)))
+        if (raw := "".join(held)).strip() or tag:
+            yield _told(raw + tag, self._begin(key) + _as_json(raw, self._types.of(key), is_last=not tag))
+        elif raw:
+            yield _told(raw, "")
 
     def _until_end(self, made: Callable[[str], Part], is_json: Callable[[], bool]) -> Steps[str]:
         """Take a value up to its end. Returns the tag there, "" if there is none.
@@ -157,14 +166,16 @@ def _told(raw: str, text: str) -> Part:
     return Part(Kind.ARGUMENTS, raw, text)
 
 
-def _as_json(raw: str, types: frozenset[str]) -> str:
-    """JSON of one of these types, or text where it is none, or where that is among the types and it is not."""
+def _as_json(raw: str, types: frozenset[str], *, is_last: bool) -> str:
+    """JSON of one of these types, or text where it is none, or where that is among the types and it is not.
+    `is_last`: the answer ends with it.
+    """
     value = _OF_PYTHON.get(raw.strip(), raw.strip())
     if _is_json(value):
         is_text = "string" in types and types.isdisjoint(types_of(json.loads(value)))
         return quoted(raw) if is_text else value
-    if "string" not in types and value[:1] in ("[", "{"):
-        return whole_json(value) or quoted(raw)
+    if "string" not in types and (is_last or value[:1] in ("[", "{")):
+        return whole_json(value.removesuffix("<") if is_last else value) or quoted(raw)
     return quoted(raw)
 
 

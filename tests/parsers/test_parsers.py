@@ -262,7 +262,7 @@ def test_values_where_text_is_among_the_types(schema: Any, value: str, expected:
             [("content", "<|channel|>analysis to=browser.search<|message|>{}<|call|>")],
         ),
         (f"{TO_WEATHER}{{}} and<|call|>", [CALL[0], ("arguments", "{}"), END, ("content", "and<|call|>")]),
-        (f"{TO_WEATHER}\n{OSLO[:8]}", [CALL[0], ("arguments", '{"city":null}')]),
+        (f"{TO_WEATHER}\n{OSLO[:8]}", [CALL[0], ("arguments", "{}")]),
         (TO_WEATHER, [CALL[0], ("arguments", "{}"), END]),
         (f"{TO_WEATHER}print(1)<|call|>", [CALL[0], ("arguments", "{}"), ("content", "print(1)<|call|>")]),
         (f"{TO_WEATHER}{OSLO}<|ca", CALL),
@@ -346,7 +346,8 @@ def test_answers_that_go_on(text: str, parsers: Any) -> None:
     """What was said is not told again; a call in which it ends is told whole."""
     whole = read([text], *parsers)
     for cut in range(len(text) + 1):
-        told = in_all_cuts(text[cut:], *parsers, said=text[:cut])
+        told = read([text[cut:]], *parsers, said=text[:cut])
+        assert read(text[cut:], *parsers, said=text[:cut]) == told
         assert told == whole[len(whole) - len(told) :] or (told[0][1], told[1:]) == (
             whole[len(whole) - len(told)][1][-len(told[0][1]) :],
             whole[len(whole) - len(told) + 1 :],
