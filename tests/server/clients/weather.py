@@ -8,7 +8,7 @@ QUESTION, RAIN = "Does it rain in Oslo?", "It rains in Oslo for 3 days."
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}\n</tool_call>'
 CUT = '<tool_call>\n{"name": "weather", "arguments": {"city": "Os'
 MALFORMED = ('{"city": "Os', "[]", "null", "no JSON")  # arguments of a call, which other servers have let through
-# Longer than 128 tokens; U+2028 is no end of a line in a stream of events.
+# Longer than 128 tokens, with a character that some take for the end of a line.
 ANSWER = "Yes, it rains\u2028for 3 days; and it goes on: " + "drop, " * 20 + "stop."
 SHORT = "Yes."
 FORECAST = '{"city": "Oslo", "days": 3, "is_wet": true}'
