@@ -138,7 +138,7 @@ class ChatTemplate:
         )
         has_developers = self.uses("developer", with_tools=with_tools)
         for place, given in enumerate(chat.messages):
-            message = given
+            message: Message = given
             if not message.keys() <= _KNOWN:
                 used = [key for key in message if key in _KNOWN or self.uses(key, with_tools=with_tools)]
                 message = {key: message[key] for key in used}

@@ -3,7 +3,8 @@
 A content such as "yes" may be anywhere in a text. So each part gets a mark that nobody can have written, and the
 chat is rendered once more: a part whose marks do not come out has left no trace. Templates look for tags at the
 beginning and at the end of contents, so marks stand behind the first word and before the last one. Where a mark
-may have changed what a template does, the lost parts are marked alone, and in the end the text is searched.
+may have changed what a template does, the lost parts are marked alone, and in the end the text is searched. Long
+contents, each of which is in no other one, prove themselves: lists of single questions are rendered once.
 
 Thoughts are not looked for: templates leave out those of earlier messages on purpose.
 
@@ -26,6 +27,7 @@ Render = Callable[[dict[str, Any]], "str | None"]  # variables -> text, None whe
 _THOUGHTS = r"(?:[a-z]+:)?think(?:ing)?|thought|reasoning"
 _THOUGHTS_END = re.compile(rf"</(?:{_THOUGHTS})>|\[/THINK\]")
 _THOUGHTS_BEGIN = re.compile(rf"<(?:{_THOUGHTS})>|\[THINK\]")
+_FEW, _LONG = 4, 24  # messages; characters of a content
 _STEM = f"_{secrets.randbelow(10**16):016}"  # of marks, after which come their numbers
 _MARK = re.compile(rf"{_STEM}(\d+)_")
 
@@ -47,6 +49,8 @@ def told(message: dict[str, Any]) -> tuple[int, int]:
 
 def lost(variables: dict[str, Any], text: str, render: Render) -> list[Part]:
     """The parts of a chat that are not in its `text`; `render` makes others of the same template."""
+    if _prove_themselves(variables, text):
+        return []
     missing, _ = _missing(variables, None, render)
     if not missing:
         return []
@@ -55,6 +59,19 @@ def lost(variables: dict[str, Any], text: str, render: Render) -> list[Part]:
         return missing
     search = _Search(text)
     return [part for part in missing if not search.finds(variables, part, failed=marked is None)]
+
+
+def _prove_themselves(variables: dict[str, Any], text: str) -> bool:
+    """Whether a chat is a few messages of long contents, which are in no other one, and in the text."""
+    messages = variables["messages"]
+    if len(messages) > _FEW or variables.get("tools") or any(message.get("tool_calls") for message in messages):
+        return False
+    given = [message.get(name) or "" for message in messages for name in ("content", "reasoning_content")]
+    contents = [(message.get("content") or "")[slice(*told(message))] for message in messages]
+    return all(
+        len(content) >= _LONG and content in text and sum(content in one for one in given) == 1
+        for content in contents
+    )
 
 
 def _missing(

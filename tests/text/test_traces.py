@@ -36,6 +36,27 @@ def test_short_words_that_are_elsewhere_prove_nothing() -> None:
     assert lost_by(plain, said("", "critic"), said(" \n"), said("")) == [("message", 0)]
 
 
+def test_long_contents_prove_themselves() -> None:
+    """Of these no second text is made; but of one that is in another one, or in thoughts."""
+    rendered = []
+
+    def noted(variables: dict[str, Any]) -> str:
+        rendered.append(variables)
+        return plain(variables)
+
+    long = "It is told that Mira likes Oslo."
+    for messages, count in (
+        ([said(long), said("She does, and so does Tarek.", "assistant")], 1),
+        ([said(long), said("She does.", "assistant")], 2),
+        ([said(long), said(f"No: {long}", "assistant")], 2),
+        ([said(long), said("She does, and so does Tarek.", "assistant", reasoning_content=long)], 2),
+    ):
+        rendered.clear()
+        assert lost_by(noted, *messages) == []
+        assert len(rendered) == count
+    assert lost_by(noted, said(f"No: {long}"), said(long, "critic")) == [("message", 1)]
+
+
 @pytest.mark.parametrize(
     "cut",
     [
