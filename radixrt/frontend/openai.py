@@ -161,7 +161,8 @@ def answer_body(
 ) -> dict[str, object]:
     """The body of a `chat.completion` or a `text_completion`, with the answers to later prompts after those to
     earlier ones. Those of a completion begin with their prompts if these are `echoed`, as text. `message_of` makes
-    the message of a chat's answer, and tells whether it ends with calls. `includes_stop`: texts have what stopped them.
+    the message of a chat's answer, and tells whether it ends with calls. `includes_stop`: texts have what stopped
+    them.
     """
     name = "chat.completion" if url == CHAT else "text_completion"
     choices: list[dict[str, object]] = []

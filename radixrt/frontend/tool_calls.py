@@ -123,8 +123,8 @@ def _add(delta: dict[str, Any], text: str) -> None:
 
 
 def message_of(parts: Iterable[Part]) -> tuple[dict[str, Any], bool]:
-    """A whole answer's message, and whether it has calls that are all whole. It has reasoning_content and tool_calls
-    only if there are any.
+    """A whole answer's message, and whether it has calls that are all whole. It has reasoning_content and
+    tool_calls only if there are any.
     """
     message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
     deltas = Deltas()

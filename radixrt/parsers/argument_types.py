@@ -1,7 +1,5 @@
 """What types the arguments of a function may have, by the whole of its schema."""
 
-# Tests: tests/parsers/test_argument_types.py
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -110,7 +108,7 @@ def types_of(value: object) -> frozenset[str]:
     if isinstance(value, (int, float)):
         is_whole = isinstance(value, int) or value.is_integer()
         return frozenset({"integer", "number"} if is_whole else {"number"})
-    kinds = {str: "string", list: "array", dict: "object"}
+    kinds: dict[type, str] = {str: "string", list: "array", dict: "object"}
     return frozenset({kinds.get(type(value), "null")})
 
 

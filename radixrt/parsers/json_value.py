@@ -1,7 +1,5 @@
 """JSON as models write it, made valid as it comes."""
 
-# Tests: tests/parsers/test_json_value.py
-
 from __future__ import annotations
 
 import json

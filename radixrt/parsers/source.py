@@ -177,7 +177,7 @@ def skip_next(source: Source, pattern: regex.Pattern[str]) -> Steps[bool]:
 
 
 def skip_closing(source: Source, pattern: regex.Pattern[str]) -> Steps[None]:
-    """`skip_next` of what closes a call or a message: also of the beginning of it, if the answer ends with that."""
+    """`skip_next` of what closes a call or a message, or of the beginning of that, if the answer ends with it."""
     is_there = yield from skip_next(source, pattern)
     if not is_there and source.ended and source.first and source.is_half(pattern):
         yield syntax(source.rest())

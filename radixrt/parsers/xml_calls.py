@@ -39,6 +39,7 @@ _CALL = rf"(?:<tool_call>{_B})?<function="
 _NEXT_CALL = regex.compile(rf"(?={_B}{_CALL})")
 # A new line after the first tag of a value and one before its last belong to the tags.
 _NEW_LINE = regex.compile(r"\n")
+_HALF_TAG = regex.compile(r"\s*</?[a-z]*\Z")
 _OF_PYTHON = {"True": "true", "False": "false", "None": "null"}  # as templates write them in the history
 
 
@@ -175,7 +176,7 @@ def _as_json(raw: str, types: frozenset[str], *, is_last: bool) -> str:
         is_text = "string" in types and types.isdisjoint(types_of(json.loads(value)))
         return quoted(raw) if is_text else value
     if "string" not in types and (is_last or value[:1] in ("[", "{")):
-        return whole_json(value.removesuffix("<") if is_last else value) or quoted(raw)
+        return whole_json(_HALF_TAG.sub("", value) if is_last else value) or quoted(raw)
     return quoted(raw)
 
 

@@ -1,7 +1,5 @@
 """How the answers to one body are taken apart."""
 
-# Tests: tests/server/test_tools.py
-
 from __future__ import annotations
 
 from collections.abc import Mapping

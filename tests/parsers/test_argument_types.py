@@ -51,7 +51,11 @@ def test_types(schema: Any, types: str) -> None:
     for root in (
         {"properties": properties, "$defs": DEFS},
         {"$ref": "#/$defs/all", "$defs": {**DEFS, "all": {"properties": properties}}, "properties": properties},
-        {"allOf": [{}, {"anyOf": [{"properties": properties}]}], "$defs": DEFS, "properties": {"other": properties["other"]}},
+        {
+            "allOf": [{}, {"anyOf": [{"properties": properties}]}],
+            "$defs": DEFS,
+            "properties": {"other": properties["other"]},
+        },
     ):
         assert ArgumentTypes(root).of("a") == {*types.split()}
 

@@ -22,8 +22,8 @@ NEAR_JSON = st.text(st.sampled_from("{}[]\",:\\u0019d-+.eE truefalsn'\n\x01\x85a
 
 
 def read(text: str, size: int, *, is_open: bool = False) -> tuple[str, str, bool | None]:
-    """What is taken of a text, in pieces of this size, what is told of it, and whether the value is whole; None: not
-    known, as more may come (`is_open`).
+    """What is taken of a text, in pieces of this size, what is told of it, and whether the value is whole; None:
+    more may come (`is_open`).
     """
     source, parts = Source(), []
     steps = json_value(source)
@@ -84,7 +84,10 @@ def test_what_is_told_is_json(rest: str, size: int) -> None:
         (r'{"a": "\d\x \q"}', r'{"a": "\\d\\x \\q"}'),
         (r'{"a": "\u12g4"}', r'{"a": "\\u12g4"}'),
         (r'{"a": "it\'s"}', '{"a": "it\'s"}'),
-        (r'{"a": "\ud83d\ude00 \ud83d \ude00 \ud83d\u0041"}', r'{"a": "\ud83d\ude00 \\ud83d \\ude00 \\ud83d\u0041"}'),
+        (
+            r'{"a": "\ud83d\ude00 \ud83d \ude00 \ud83d\u0041"}',
+            r'{"a": "\ud83d\ude00 \\ud83d \\ude00 \\ud83d\u0041"}',
+        ),
         ('{"a": 01}', '{"a": "01"}'),
         ('{"a": [1e999, -1e999, NaN, -Infinity, 1e5]}', '{"a": ["1e999", "-1e999", "NaN", "-Infinity", 1e5]}'),
         (f'{{"a": {"9" * 310}}}', None),
@@ -157,7 +160,8 @@ def test_depth() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"), [("[1, 2", "[1, 2]"), ('{"a": "b\nc"} ', '{"a": "b\\nc"}'), ("[1] 2", ""), ("[<", ""), ("", "null")]
+    ("text", "told"),
+    [("[1, 2", "[1, 2]"), ('{"a": "b\nc"} ', '{"a": "b\\nc"}'), ("[1] 2", ""), ("[<", ""), ("", "null")],
 )
 def test_whole_values(text: str, told: str) -> None:
     assert whole_json(text) == told

@@ -30,8 +30,6 @@ def xml(arguments: str) -> Told:
     return [CALL[0], ("arguments", arguments), END]
 
 
-
-
 def read(
     pieces: Iterable[str],
     *parsers: str | None,
@@ -84,7 +82,10 @@ def in_all_cuts(text: str, *parsers: str | None, **more: Any) -> Told:
         (f'<tool_call>\n{{"arguments": {OSLO}, "name": "weather"}}\n</tool_call>', CALL),  # Hermes 2 Pro
         (HERMES.removesuffix("\n</tool_call>"), CALL),  # an end token came first
         (HERMES.replace("}}", "}"), CALL),
-        ('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', [("name", "now"), ("arguments", "{}"), END]),
+        (
+            '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+            [("name", "now"), ("arguments", "{}"), END],
+        ),
         ("  Hello", [("content", "  Hello")]),
         ("Say <tool_call> twice: <tool_call>", [("content", "Say <tool_call> twice: <tool_call>")]),
         ("a <tool_", [("content", "a <tool_")]),

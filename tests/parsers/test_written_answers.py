@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import pairwise
-from os.path import commonprefix
+from itertools import pairwise, takewhile
 from random import Random
 from typing import Any
 
 import pytest
 
-from radixrt.checks import refuse_constant
+from radixrt.checks import nests_deeper, refuse_constant
 from radixrt.frontend.tool_calls import Deltas, message_of
+from radixrt.parsers.json_value import MOST_DEEP
 from radixrt.parsers.reader import AnswerReader
 from radixrt.parsers.source import Kind, Part
 from tests.support.written_answers import PARAMETERS, SYNTAXES, Told, Written, written
 
 COUNT = 2500  # answers of a syntax; `make test-long` has a hundred times as many
 _TAGS = re.compile(
-    r"(?:\s|</?think>|</tool_call>|\}|, *\"name\": *\"[^\"]+\"|<\|\w+\|>|assistant|analysis|commentary|final|json|code"
-    r"|<\||<\|\w+|<\|\w+\||<(?:/(?:t(?:o(?:o(?:l(?:_(?:c(?:a(?:l(?:l)?)?)?)?)?)?)?)?)?)?)*"
+    r"(?:\s|</?think>|</tool_call>|\}|,\s*\"name\"\s*:\s*\"[^\"]+\"|<\|\w+\|>|\w+(?: \w+)? ?(?=<\|)|<\|\w*\|?"
+    r"|<(?:/(?:t(?:o(?:o(?:l(?:_(?:c(?:a(?:l(?:l)?)?)?)?)?)?)?)?)?)?)*"
 )
 _HALF_ESCAPE = re.compile(r"(?:\\u?[0-9a-fA-F]{0,4}){1,2}$")
 
@@ -99,6 +99,7 @@ def _arguments(text: str) -> dict[str, Any]:
     value = json.loads(text, parse_constant=refuse_constant)
     assert isinstance(value, dict)
     assert "Infinity" not in json.dumps(value)
+    assert not nests_deeper(value, MOST_DEEP)
     json.dumps(value, ensure_ascii=False).encode()
     return value
 
@@ -129,7 +130,8 @@ def _check_beginning(made: Written, told: Told, wholes: list[bool]) -> None:
     if told and told[-1][0] in ("content", "reasoning"):  # it may end with half a tag, or the head of half a call
         kind, said = told.pop()
         known = meant[len(told)][1] if len(told) < len(meant) and meant[len(told)][0] == kind else ""
-        assert made.text.endswith(said[len(commonprefix((known, said))) :])
+        same = (one == other for one, other in zip(known, said, strict=False))
+        assert made.text.endswith(said[sum(takewhile(bool, same)) :])
     assert len(told) <= len(meant)
     calls = [one for one in told if one[0] in PARAMETERS]
     assert all(wholes[:-1])
@@ -138,17 +140,18 @@ def _check_beginning(made: Written, told: Told, wholes: list[bool]) -> None:
         (name, value), (meant_name, meant_value) = told[-1], meant[len(told) - 1]
         assert name == meant_name
         assert _is_beginning(value, meant_value, made.text)
-        assert value == meant_value or not (calls and told[-1] is calls[-1] and wholes[-1])
+        # A text that is cut behind what looks like a tag ends there for all that is known.
+        assert value == meant_value or not wholes[-1] or made.text.endswith(("</function>", "</tool_call>"))
 
 
 def _is_beginning(value: Any, meant: Any, text: str) -> bool:
     if isinstance(value, str):
-        if meant is None or isinstance(meant, bool):
-            return any(one.startswith(value) for one in (str(meant), json.dumps(meant)))
+        if meant is None:
+            return any(one.startswith(value.removesuffix("<").strip()) for one in ("null", "None"))
         if not isinstance(meant, str):
             return False
         more = value[len(meant) :]
-        is_same = meant.startswith(_HALF_ESCAPE.sub("", value)) or meant.startswith(value)
+        is_same = meant.startswith((_HALF_ESCAPE.sub("", value), value))
         return is_same or (value.startswith(meant) and text.endswith(more))
     if isinstance(value, dict) and isinstance(meant, dict):
         keys = [*meant][: len(value)]

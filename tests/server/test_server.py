@@ -299,12 +299,15 @@ def test_tokens_and_back(serving: Serving, runtime: Runtime) -> None:
 
 
 @pytest.mark.parametrize("url", [CHAT, COMPLETIONS])
-@pytest.mark.parametrize("text", ["a", '"\\', "\n\u2028", "\ud83d", "é😀", "\0"])
+@pytest.mark.parametrize("text", ["a", '"\\', "\n\u2028", "\x0b\x0c\r\x1c\x1d\x1e\x85\u2029é", "\ud83d", "é😀\0"])
 def test_events_that_differ_in_a_text_are_those_of_all_values(url: str, text: str) -> None:
     def value_of(text: str) -> dict[str, object]:
         return chunk_body(url, 2, text, id_digest="0", model="\0 text", created=7)
 
-    assert EventFrame.around(value_of).of(text) == event_bytes(value_of(text))
+    event = EventFrame.around(value_of).of(text)
+    assert event == event_bytes(value_of(text))
+    assert len(event.decode().splitlines()) == 2  # where clients break lines by it
+    assert json.loads(event[6:]) == value_of(text)
 
 
 def test_threads_are_switched_soon_in_a_process_that_serves() -> None:

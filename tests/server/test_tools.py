@@ -117,10 +117,24 @@ def test_what_is_cut_has_its_length_as_reason(serving: Serving) -> None:
     (one,) = joined(client.chat.completions.create(stream=True, **asked))
     (call,) = choice.message.tool_calls or ()
     assert call.type == "function"
-    assert OSLO.startswith(call.function.arguments)
-    assert call.function.arguments != OSLO
+    assert json.loads(call.function.arguments) == {"city": ""}
     assert (choice.finish_reason, one["calls"][0][2]) == ("length", call.function.arguments)
     assert one["reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("stop", "arguments", "reason"),
+    [("days", {"city": "Oslo"}, "stop"), ("</tool_call>", json.loads(OSLO), "tool_calls")],
+)
+def test_a_stop_string_within_a_call(stop: str, arguments: Any, reason: str, serving: Serving) -> None:
+    client = client_of(serving())
+    asked = {**saying(HERMES), "tools": TOOLS, "stop": stop}
+    (choice,) = client.chat.completions.create(**asked).choices
+    (one,) = joined(client.chat.completions.create(stream=True, **asked))
+    (call,) = choice.message.tool_calls or ()
+    assert call.type == "function"
+    assert (json.loads(call.function.arguments), choice.finish_reason) == (arguments, reason)
+    assert (one["calls"][0][2], one["reason"]) == (call.function.arguments, reason)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +316,7 @@ def test_tags_that_are_special_tokens(tmp_path: Path) -> None:
                 "messages": [*ASK["messages"], {"role": "assistant", "content": "<think>a"}],
                 "continue_final_message": True,
             },
-            True,
+            False,  # the message itself has
         ),
         (
             {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -29,6 +30,21 @@ SCHEMA: dict[str, Any] = {
     "$defs": DEFS,
 }
 PARAMETERS = {"edit": SCHEMA, "weather.now": {"$ref": "#/$defs/all", "$defs": {"all": SCHEMA, **DEFS}}, "now": {}}
+
+# Of arguments, of prose, and what damages an answer.
+_WORDS = re.split(
+    "¦",
+    "a¦Oslo¦ ¦\n¦\n\n¦\t¦é¦日¦😀¦\"¦\\¦\\n¦\\d¦\x00¦\x1f¦\u2028¦'¦</parameter>x¦\n</parameter>\ny"
+    '¦\n</function>\nz¦</tool_call>q¦<parameter=none>¦{¦}]¦<function=none>¦<tool_call>{"a'
+    '¦<|call|> b¦</think> ¦<¦</¦1¦x < y¦": "¦,¦[1]',
+)
+_PROSE = re.split("¦", 'Well¦I\'ll look¦a < b¦<b>¦{¦"x": 1¦</tool¦<tool_¦call>¦é\n¦[]¦</p>')
+_DAMAGE = re.split(
+    "¦",
+    '"¦\\¦{¦}¦[¦]¦,¦:¦<¦>¦\n¦ ¦\x00¦</parameter>¦<parameter=text>¦</function>¦<function=edit>¦<tool_call>¦<think>'
+    '¦</tool_call>¦</think>¦\\u¦\\ud83d¦<|call|>¦<|start|>assistant¦<|channel|>final<|message|>¦{"name": "¦null'
+    f"¦1e999¦NaN¦{'[' * 130}¦{'9' * 600}",
+)
 
 Told = list[tuple[str, Any]]  # ("content", text), ("reasoning", text), or (name, arguments) of a call
 
@@ -98,7 +114,8 @@ class _Writer:
 
     def _thought(self, is_open: bool) -> None:
         thought = self._prose() + self._pick("", " <tool_call>", '\n<tool_call>{"name": "now", "arguments": {}}')
-        self._text += ("" if is_open else "<think>\n") + thought + self._pick("\n</think>\n\n", "</think>", "\n\n</think> ")
+        closing = self._pick("\n</think>\n\n", "</think>", "\n\n</think> ")
+        self._text += ("" if is_open else "<think>\n") + thought + closing
         self._meant.append(("reasoning", thought))
 
     def _calls_and_text(self) -> None:
@@ -109,7 +126,12 @@ class _Writer:
             if begins and place:
                 self._text += self._pick(";", "; ", "\n", "")
             self._call()
-        if self._random.random() < 0.3:
+        if self._only_one and self._random.random() < 0.5:  # a second call is text
+            before, meant = self._text, [*self._meant]
+            self._call()
+            self._text, self._meant, second = before, meant, self._text[len(before) :]
+            self._content(second)
+        elif self._random.random() < 0.3:
             self._text += self._pick("", "\n", "\n\n")
             self._content(self._prose())
 
@@ -184,7 +206,8 @@ class _Writer:
         return [self._value(2) for _ in range(random.randrange(3))] if key == "list" else self._map(2)
 
     def _map(self, depth: int) -> dict[str, Any]:
-        return {self._pick("a", "b c", "é", '"', "\\", "d\n"): self._value(depth) for _ in range(self._random.randrange(3))}
+        keys = self._random.choices(("a", "b c", "é", '"', "\\", "d\n"), k=self._random.randrange(3))
+        return {key: self._value(depth) for key in keys}
 
     def _value(self, depth: int) -> Any:
         kinds = ("text", "text", "count", "share", "is_new", "none", "list", "map")
@@ -197,17 +220,11 @@ class _Writer:
 
     def _words(self) -> str:
         """Text of all sorts, in which what looks like a tag is followed by none."""
-        words = (
-            *("a", "Oslo", " ", "\n", "\n\n", "\t", "é", "日", "😀", '"', "\\", "\\n", "\\d", "\x00", "\x1f", "\u2028", "'"),
-            *("</parameter>x", "\n</parameter>\ny", "\n</function>\nz", "</tool_call>q", "<parameter=none>", "{", "}]"),
-            *("<function=none>", '<tool_call>{"a', "<|call|> b", "</think> ", "<", "</", "1", "x < y", '": "', ",", "[1]"),
-        )
-        said = "".join(self._random.choices(words, k=self._random.randrange(5)))
+        said = "".join(self._random.choices(_WORDS, k=self._random.randrange(5)))
         return said + "." if said.rstrip().endswith(("</", "<", ">")) else said
 
     def _prose(self) -> str:
-        words = ("Well", "I'll look", "a < b", "<b>", "{", '"x": 1', "</tool", "<tool_", "call>", "é\n", "[]", "</p>")
-        return f"So {' '.join(self._random.choices(words, k=self._random.randrange(4)))}."
+        return f"So {' '.join(self._random.choices(_PROSE, k=self._random.randrange(4)))}."
 
     def _pick(self, *choices: Any) -> Any:
         return self._random.choice(choices)
@@ -225,10 +242,14 @@ class _Writer:
         if isinstance(value, str):
             return self._loose_text(value)
         if isinstance(value, (dict, list)) and value:
-            comma = self._pick("", "", ",", " , ")
-            if isinstance(value, list):
-                return f"[{b}{', '.join(map(self._loose, value))}{comma}{b}]"
-            pairs = (f"{self._loose_key(key)}{b}:{b}{self._loose(one)}" for key, one in value.items())
+            is_list = isinstance(value, list)
+            values = [*map(self._loose, value if is_list else value.values())]
+            comma, last = self._pick("", "", ",", " , "), value[-1] if is_list else [*value.values()][-1]
+            if last and type(last) is (dict if is_list else list) and self._random.random() < 0.3:
+                values[-1], comma = values[-1][:-1], ""  # its bracket is missing
+            if is_list:
+                return f"[{b}{', '.join(values)}{comma}{b}]"
+            pairs = (f"{self._loose_key(key)}{b}:{b}{one}" for key, one in zip(value, values, strict=True))
             return f"{{{b}{f',{b}'.join(pairs)}{comma}{b}}}"
         return self._pick(json.dumps(value), str(value)) if value in (True, False, None) else json.dumps(value)
 
@@ -258,6 +279,7 @@ class _Writer:
             return text if not is_loose or self._random.random() < 0.7 else ""
 
         outer, last = tag("<tool_call>\n"), tag("</tool_call>")
+        end_of_function = tag("</function>\n") if last else "</function>\n"
         parameters = ""
         for place, (key, value) in enumerate(meant.items(), 1):
             shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -265,10 +287,10 @@ class _Writer:
                 shown = self._pick(shown, str(value))
             end = "\n" if b or shown.endswith("\n") else ""
             closing = self._pick("</parameter>", "</parameter/>", "</parameter") if is_loose else "</parameter>"
-            if place < len(meant) or last:
+            if place < len(meant) or (last and end_of_function):
                 closing = tag(closing)
             parameters += f"<parameter={key}>{b}{shown}{f'{end}{closing}' if closing else ''}\n"
-        return f"{outer}<function={name}>\n{parameters}</function>\n{last}"
+        return f"{outer}<function={name}>\n{parameters}{end_of_function}{last}"
 
     # What becomes of them.
 
@@ -277,15 +299,9 @@ class _Writer:
         made.is_cut = True
 
     def _damage(self, made: Written) -> None:
-        pieces = (
-            *('"', "\\", "{", "}", "[", "]", ",", ":", "<", ">", "\n", " ", "\x00", "</parameter>", "<parameter=text>"),
-            *("</function>", "<function=edit>", "<tool_call>", "</tool_call>", "<think>", "</think>", "\\u", "\\ud83d"),
-            *("<|call|>", "<|start|>assistant", "<|channel|>final<|message|>", '{"name": "', "null", "1e999", "NaN"),
-            *("[" * 130, "9" * 600),
-        )
         for _ in range(self._random.choice((1, 1, 2, 4))):
             text, place = made.text, self._random.randrange(len(made.text) + 1)
             size = self._random.choice((0, 1, 3, 12))
-            made.text = text[:place] + self._pick("", "", *pieces, text[-20:]) + text[place + size :]
+            made.text = text[:place] + self._pick("", "", *_DAMAGE, text[-20:]) + text[place + size :]
         made.meant = None
         made.is_cut = self._random.random() < 0.3
