@@ -21,7 +21,7 @@ help:
 	@echo "make test-long  the tests marked long (many minutes)"
 	@echo "make test-eval  the tests of lm-eval, which make test skips until this has installed the harness"
 	@echo "make test-ray   the tests with Ray, which make test skips until this has installed Ray"
-	@echo "make test-clients the tests with LangChain and GuideLLM as clients, which make test skips"
+	@echo "make test-clients the tests with other programs as clients (LangChain, agents, ...), which make test skips"
 	@echo "make bench      what prefix reuse brings, at sizes for a CPU (minutes)"
 	@echo "make bench-tree how long the radix tree takes"
 	@echo "make bench-kernels how long the kernels take (needs an NVIDIA GPU; minutes)"
@@ -50,7 +50,7 @@ test-ray: $(VENV)/.installed-ray
 	$(QUIET) $(BIN)/python -m pytest -m 'long or not long' tests/integrations/test_ray.py tests/replicas/test_ray_links.py
 
 test-clients: $(CLIENTS)/.installed
-	$(QUIET) $(CLIENTS)/bin/python -m pytest tests/server/test_langchain_client.py tests/server/test_guidellm_client.py
+	$(QUIET) $(CLIENTS)/bin/python -m pytest tests/server/clients tests/server/test_langchain_client.py tests/server/test_guidellm_client.py
 
 bench: $(VENV)/.installed
 	$(QUIET) $(BIN)/python scripts/bench_prefix_reuse.py --scale cpu
@@ -87,10 +87,12 @@ $(VENV)/.installed-ray: $(VENV)/.installed
 	@touch $@
 
 # Clients are beside $(VENV), which they find too: GuideLLM wants other versions, and an event loop that uvicorn takes.
+# Instructor's bounds leave out the jiter that openai wants, with which it works.
 $(CLIENTS)/.installed: $(VENV)/.installed
 	$(BIN)/python -m venv --clear $(CLIENTS)
 	$(BIN)/python $(PACKAGES) > "$$($(CLIENTS)/bin/python $(PACKAGES))/beside.pth"
-	$(CLIENTS)/bin/python $(INSTALL) guidellm langchain-openai
+	$(CLIENTS)/bin/python $(INSTALL) guidellm langchain-openai litellm openai-agents 'pydantic-ai-slim[openai]'
+	$(CLIENTS)/bin/python $(INSTALL) --no-deps instructor docstring-parser
 	@touch $@
 
 # The package has the model's file. What it needs besides is for other programs, and is compiled for minutes.

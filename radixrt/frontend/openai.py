@@ -38,7 +38,7 @@ _LABELS = (
 )
 _UNSUPPORTED = (
     *("audio", "moderation", "prediction", "prompt_logprobs", "prompt_logprobs_start", "reasoning_effort"),
-    *("stream_options", "verbosity", "web_search_options"),
+    *("stream_options", "web_search_options"),
 )
 # Parameters that are honoured only with these values, which ask for nothing.
 _ONLY: dict[str, tuple[object, ...]] = dict.fromkeys(_UNSUPPORTED, ()) | {
@@ -51,6 +51,7 @@ _ONLY: dict[str, tuple[object, ...]] = dict.fromkeys(_UNSUPPORTED, ()) | {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "verbosity": ("medium",),
 }
 _OF_CHATS = (
     "tools",

@@ -19,7 +19,7 @@ from radixrt.server.reading import FormRefusal, Reading, reading_of, without_too
 from radixrt.text.chat import Chat
 from radixrt.text.tokenizer import Tokenizer
 
-_STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")  # the second is vLLM's
+_STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")  # the second is vLLM's
 _SLOW = {
     *("messages", "sampling_params"),  # the second may hold a pattern
     *(name for name, field in known_parameters().items() if field == "stop_regex"),
@@ -102,9 +102,11 @@ def _streaming(given: dict[str, Any]) -> tuple[bool, bool, bool]:
     is_streamed, options = flag_of(given, "stream"), given.get("stream_options", {})
     if not isinstance(options, dict) or not options.keys() <= {*_STREAM_OPTIONS}:
         raise ParameterError(f"stream_options is {as_json(options)}; it may have {', '.join(_STREAM_OPTIONS)}")
-    in_the_end, in_each = (False if options.get(name) is None else options[name] for name in _STREAM_OPTIONS)
-    if not all(isinstance(flag, bool) for flag in (in_the_end, in_each)):
+    in_the_end, in_each, is_padded = (options.get(name) or False for name in _STREAM_OPTIONS)
+    if not all(value is None or isinstance(value, bool) for value in options.values()):
         raise ParameterError(f"stream_options is {as_json(options)}; what it has must be true or false")
+    if is_padded:
+        raise ParameterError("include_obfuscation is true, which cannot be honoured: events are not padded")
     if "stream_options" in given and not is_streamed:
         raise ParameterError("stream_options needs a stream")
     if in_each and not in_the_end:

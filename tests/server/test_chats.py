@@ -43,6 +43,7 @@ TAKEN: list[dict[str, Any]] = [
     {"tools": [{**TOOL, "cache_control": {"type": "ephemeral"}, "strict": True}]},
     {"tools": [{**TOOL, "function": {**FUNCTION, "cache_control": {}, "returns": {}}}]},
     {"reasoning_effort": "low"},
+    {"verbosity": "medium"},
 ]
 
 

@@ -47,6 +47,13 @@ STREAM: dict[str, Any] = {"prompt": "a", "stream": True}
         ("/v1/completions", {**STREAM, "stream_options": {"include_usage": 1}}, 400, "must be true or false"),
         ("/v1/completions", {**STREAM, "stream_options": {"x": True}}, 400, "it may have include_usage"),
         ("/v1/completions", {**STREAM, "stream_options": {"continuous_usage_stats": True}}, 400, "needs include"),
+        ("/v1/completions", {**STREAM, "stream_options": {"include_obfuscation": True}}, 400, "are not padded"),
+        (
+            "/v1/completions",
+            {**STREAM, "stream_options": {"include_obfuscation": 0}},
+            400,
+            "must be true or false",
+        ),
         ("/v1/completions", {"prompt": [10**6], "stream": True}, 400, "token"),
         ("/v1/completions", {"prompt": [["a"]]}, 400, "prompt[0] is a string; it must be a token id"),
         ("/v1/completions", {"prompt": {}}, 400, "prompt"),

@@ -99,7 +99,8 @@ def test_chats(serving: Serving) -> None:
 def test_what_is_null_is_not_given(serving: Serving) -> None:
     url = serving()
     body = {**dict.fromkeys(_KNOWN[COMPLETIONS]), "prompt": QUESTIONS[0], "temperature": 0}
-    more = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": None}}
+    options = {"include_usage": True, "include_obfuscation": False, "continuous_usage_stats": None}
+    more = {"stream": True, "stream_options": options}
     for asked in (body, {**body, **more}):
         response = httpx.post(f"{url}{COMPLETIONS}", json=asked, timeout=30)
         assert response.status_code == 200, response.text
