@@ -110,7 +110,7 @@ def reading_of(
         several = tools is not None and not tools.only_one
         grammar = call_or_form_grammar(syntax, offered, form, several=several, can_be=_can_be(refusal))
     if grammar is not None:
-        without = dict.fromkeys(FORM_FIELDS, None) | {"json_object": False, "choice": ()}
+        without: dict[str, Any] = dict.fromkeys(FORM_FIELDS) | {"json_object": False, "choice": ()}
         params = replace(params, **without | {"grammar": grammar, "form_engine": "auto"})
     if parsers.reasoning == HARMONY or can_call or (grammar is not None and syntax.ids):
         params = replace(params, skip_special_tokens=False)  # tags may be special tokens
