@@ -17,6 +17,7 @@ import pytest
 from openai.types import Batch
 
 from radixrt.batch.formats.record import LineErrorType
+from radixrt.builtin import MODEL_PATH
 from radixrt.errors import DeviceLostError, JournalError
 from radixrt.limits import RunLimits
 from radixrt.planning.simulated import ConstantRunner, simulated_parts
@@ -30,6 +31,7 @@ from radixrt.server.batches.service import Batches
 from radixrt.server.files.folder import files_folder
 from radixrt.server.limits import Limits
 from radixrt.server.tenants import Tenants
+from radixrt.text.tokenizer import load_tokenizer
 from tests.support.serving import ANSWERS, GREEDY, QUESTIONS, Serving, client_of, held, until
 
 KEYS = ("key-of-one-tenant-1", "key-of-another-one-2")
@@ -169,19 +171,21 @@ def test_calls_and_thoughts_are_told_as_to_clients(kept: Kept) -> None:
     tools = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
     ask: dict[str, Any] = {"messages": [{"role": "user", "content": "Oslo?"}], "max_tokens": 200}
+    begins = load_tokenizer(MODEL_PATH).encode("a<", add_special_tokens=False)[-1]  # a call, so that none comes
     bodies = [
-        {**ask, "tools": tools, "choice": [f"Well.\n{call}"]},
-        {**ask, "tools": tools, "choice": [f"{call}{call}"], "parallel_tool_calls": False},
+        {**ask, "tools": tools, "grammar": f"start: {json.dumps(f'Well.{call}')}"},
+        {**ask, "tools": tools, "grammar": f"start: {json.dumps(call + call)}", "parallel_tool_calls": False},
         {**ask, "tools": tools, "tool_choice": "required"},
         {**ask, "tools": tools, "tool_choice": "none", "choice": [call]},
         {**ask, "choice": [call]},
+        {**ask, "tools": tools, "choice": [f"Well.{call}"], "logit_bias": {str(begins): -100}},
     ]
     url = kept.serve()
     client = client_of(url)
     given = [line(str(n), CHAT, **body) for n, body in enumerate(bodies)]
     given += [line("no", CHAT, **ask, tool_choice="required"), line("none", CHAT, **ask, tools=[{"type": "code"}])]
     batch = ended(client, create(client, given, CHAT))
-    assert counts(batch) == (7, 5, 2)
+    assert counts(batch) == (8, 6, 2)
     found = [one["response"]["body"]["choices"][0] for one in records(client, batch.output_file_id)]
     for own, one in zip(found, given, strict=False):
         told = httpx.post(f"{url}{CHAT}", json=one["body"], timeout=30).json()["choices"][0]
@@ -189,7 +193,7 @@ def test_calls_and_thoughts_are_told_as_to_clients(kept: Kept) -> None:
             for made in choice["message"].get("tool_calls") or ():
                 assert made.pop("id")
         assert own == told
-    assert [len(one["message"].get("tool_calls") or ()) for one in found] == [1, 1, 1, 0, 0]
+    assert [len(one["message"].get("tool_calls") or ()) for one in found] == [1, 1, 1, 0, 0, 0]
     assert [one["finish_reason"] for one in found[:3]] == ["tool_calls"] * 3
     errors = [one["error"]["message"] for one in records(client, batch.error_file_id)]
     assert ["tool_choice" in errors[0], "tools[0]" in errors[1]] == [True, True]
