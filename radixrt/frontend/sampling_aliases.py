@@ -51,14 +51,15 @@ def sampling_params_from_dict(values: Mapping[str, Any], defaults: SamplingParam
 
 
 def chosen_length(params: SamplingParams | Mapping[str, Any] | None, defaults: SamplingParams) -> int:
-    """The maximum of new tokens that somebody has chosen: by these parameters, or by defaults that differ from
-    those of SamplingParams. If nobody has, MAX_NEW_TOKENS: all that the context leaves.
+    """The maximum of new tokens that somebody has chosen: by these parameters, or by defaults. If nobody has,
+    MAX_NEW_TOKENS: all that the context leaves. A SamplingParams has a maximum in any case: its default counts as
+    not chosen.
     """
     if isinstance(params, Mapping) and "max_new_tokens" in (own := by_field(params)):
         chosen: int | None = own["max_new_tokens"]
         return MAX_NEW_TOKENS if chosen is None else chosen
     if isinstance(params, SamplingParams):
-        return params.max_new_tokens
+        defaults = params
     return MAX_NEW_TOKENS if defaults.max_new_tokens == _NOTHING.max_new_tokens else defaults.max_new_tokens
 
 

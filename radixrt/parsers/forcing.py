@@ -21,6 +21,7 @@ from radixrt.parsers.xml_calls import KEY
 TOKEN_TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 """Those that may be a token each."""
 
+_MAX_REFUSED = 8  # schemas beside a form; all after them are free
 _NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _NOTES = ("description", "title", "default", "examples", "$schema")
 _OF_OBJECTS = ("type", "properties", "required", "additionalProperties", "$defs", "definitions", *_NOTES)
@@ -85,20 +86,24 @@ def call_or_form_grammar(
     Arguments are held to their schema where that `can_be` in a grammar, and are any object else. Raises
     ParameterError where the form cannot be in one.
     """
-    held, free, alone = [], [], replace(syntax, reasoning=None)
+    free = [_call(syntax, place, name, None, beside_form=True) for place, name in enumerate(parameters)]
+    held, firsts = [*free], dict[int, str]()  # each held call, and it as the only one
     for place, (name, schema) in enumerate(parameters.items()):
-        free.append(_call(syntax, place, name, None, beside_form=True))
         try:
-            call = _call(syntax, place, name, schema, beside_form=True)
-            first = _call(syntax, 0, name, schema, beside_form=True)
+            held[place] = _call(syntax, place, name, schema, beside_form=True)
+            firsts[place] = _call(syntax, 0, name, schema, beside_form=True)
         except ParameterError:
-            held.append(free[-1])
-            continue
-        held.append(call if can_be(_answer(alone, [first], None, several=False)) else free[-1])
+            held[place] = free[place]
     grammar = _answer(syntax, held, form, several=several)
-    if held != free and not can_be(grammar):  # all together they may be too much
-        grammar = _answer(syntax, free, form, several=several)
-    return grammar
+    if not firsts or can_be(grammar):
+        return grammar
+    # Some schema cannot be, or all together are too much: few are tried, as a trial may take seconds.
+    alone, refused = replace(syntax, reasoning=None), 0
+    for place, first in firsts.items():
+        if refused >= _MAX_REFUSED or not can_be(_answer(alone, [first], None, several=False)):
+            held[place], refused = free[place], refused + 1
+    grammar = _answer(syntax, held, form, several=several)
+    return grammar if can_be(grammar) else _answer(syntax, free, form, several=several)
 
 
 def _answer(syntax: Syntax, calls: Sequence[str], form: AskedForm | None, *, several: bool) -> str:

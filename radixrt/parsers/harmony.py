@@ -8,6 +8,7 @@ import regex
 
 from radixrt.parsers.json_calls import arguments
 from radixrt.parsers.source import (
+    END,
     Kind,
     Part,
     Source,
@@ -52,11 +53,14 @@ def harmony(source: Source, tools: Tools | None, has_form: bool = False) -> Step
         if is_call:
             has_called = True
             yield Part(Kind.NAME, raw, match["name"])
-            yield from arguments(source)
+            is_whole = yield from arguments(source)
+            yield from skip_closing(source, _END)
+            if is_whole:
+                yield END
         else:
             yield syntax(raw)
             if has_form and match["channel"] == "final":
                 yield from all_text(source, content)
                 return
             yield from text_until(source, reasoning if match["channel"] == "analysis" else content, _ENDS)
-        yield from skip_closing(source, _END)
+            yield from skip_closing(source, _END)

@@ -44,12 +44,14 @@ def hermes(source: Source, tools: Tools) -> Steps[None]:
     while (yield from text_until(source, content, _TAG)):
         if match := (yield from match_next(source, _HERMES)):
             yield Part(Kind.NAME, source.take_to(match.end()), match["name"])
-            if (yield from arguments(source)):
+            if is_whole := (yield from arguments(source)):
                 yield from skip_closing(source, _BRACE)
-        elif not (yield from _name_last(source)):
+        elif not (is_whole := (yield from _name_last(source))):
             yield content(source.take(1))
             continue
         yield from skip_closing(source, _CLOSED)
+        if is_whole:
+            yield END
         if tools.only_one:
             return
 
@@ -67,7 +69,6 @@ def _name_last(source: Source) -> Steps[bool]:
     last = source.take_to(match.end())
     yield Part(Kind.NAME, begun, match["name"])
     yield from parts
-    yield END
     yield syntax(last)
     return True
 
@@ -82,6 +83,7 @@ def llama3_json(source: Source, tools: Tools) -> Steps[None]:
         if not (yield from arguments(source)):
             return
         yield from skip_closing(source, _BRACE)
+        yield END
         if tools.only_one:
             return
 
@@ -107,10 +109,6 @@ def arguments(source: Source) -> Steps[bool]:
     if match := (yield from match_next(source, _OBJECT)):
         if raw := source.take_to(match.end()):
             yield Part(Kind.ARGUMENTS, raw, "")
-        is_whole = yield from json_value(source)
-    else:
-        yield Part(Kind.ARGUMENTS, "", "{}")
-        is_whole = source.is_over
-    if is_whole:
-        yield END
-    return is_whole
+        return (yield from json_value(source))
+    yield Part(Kind.ARGUMENTS, "", "{}")
+    return source.is_over

@@ -57,6 +57,7 @@ class AnswerReader:
         self._blanks: list[str] = []  # that the answer begins with: not known yet to be content
         self._after_tag = is_thinking
         self._at_start = not is_thinking
+        self._new_lines = 2  # that a grammar lets stand between thoughts and a form
         self._repeats = not said  # thoughts that have no end, as content
         before = self._pushed(said)
         self._held = len(said) - sum(len(part.raw) for part in before)  # of it, whose parts are still to come
@@ -116,12 +117,20 @@ class AnswerReader:
                 yield Part(part.kind, text := "".join(self._blanks), text)
                 self._blanks, self._at_start = [], False
             return
-        shown = part.text.lstrip() if self._after_tag else part.text
+        shown = self._without_leading(part.text) if self._after_tag else part.text
         if blanks := part.raw[: len(part.raw) - len(shown)]:
             yield syntax(blanks)
         if shown:
             self._after_tag = False
             yield replace(part, raw=shown, text=shown)
+
+    def _without_leading(self, text: str) -> str:
+        """A text without the blanks that follow a tag. A form may begin with some: only the grammar's own go."""
+        if not self._has_form:
+            return text.lstrip()
+        count = min(self._new_lines, len(text) - len(text.lstrip("\n")))
+        self._new_lines -= count
+        return text[count:]
 
     def _read(
         self, tool_parser: str | None, reasoning_parser: str | None, tools: Tools | None, is_thinking: bool

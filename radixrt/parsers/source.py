@@ -82,7 +82,10 @@ class Source:
 
     def put_back(self, text: str) -> None:
         """What was taken last comes next again."""
-        self._text, self._at = text + self._text[self._at :], 0
+        if self._text.endswith(text, 0, self._at):
+            self._at -= len(text)
+        else:  # more has come in between
+            self._text, self._at = text + self._text[self._at :], 0
 
     def take(self, count: int) -> str:
         """The first characters, which are gone then."""

@@ -39,4 +39,4 @@ def opens_thoughts(prompt: str) -> bool:
 
 def is_within_thoughts(is_open: bool, said: str) -> bool:
     """Whether thoughts go on after the beginning of an answer, `said`, which the prompt may have opened."""
-    return said.rfind("<think>") > said.rfind("</think>") or (is_open and "</think>" not in said)
+    return "</think>" not in said and (is_open or _BEGIN.match(said) is not None)

@@ -109,9 +109,9 @@ class _Call:
         brace = "}" if self._has_begun else "{}"
         if match:
             yield _told(source.take_to(match.end()), brace)
-            yield END
             if match["closing"] == "</function>":
                 yield from skip_closing(source, _OUTER)
+            yield END
             return
         is_half = source.ended and source.is_half(_NEXT)
         yield _told(source.rest() if is_half else "", brace)

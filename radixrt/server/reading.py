@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,13 +14,15 @@ from radixrt.frontend.tool_calls import NONE, asked_choice, asked_tools
 from radixrt.output import CompletionOutput
 from radixrt.parsers.choosing import Parsers
 from radixrt.parsers.forcing import TOKEN_TAGS, Syntax, call_or_form_grammar, forced_grammar
-from radixrt.parsers.names import TAGS, THINK
+from radixrt.parsers.names import HARMONY, TAGS, THINK
 from radixrt.parsers.reader import AnswerReader
 from radixrt.parsers.source import Part, Tools
 from radixrt.parsers.thinking import is_within_thoughts, opens_thoughts
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.chat import Chat
 from radixrt.text.tokenizer import Tokenizer
+
+_LONGEST_OPENING = 64  # characters that templates begin an answer with, such as empty thoughts
 
 FormRefusal = Callable[[AskedForm], "str | None"]
 
@@ -96,18 +99,16 @@ def reading_of(
     # Without any parts the form is that of the whole answer, and that has no thoughts.
     if tokenizer is not None and (must_call or form is not None or params.form is None):
         is_thinking, said = _beginning(chat, parsers, tokenizer)
+    reading = Reading(parsers, tools, is_thinking, said)
     goes_on_thinking = parsers.reasoning == THINK and is_within_thoughts(is_thinking, said)
-    syntax = Syntax(parsers.tools if can_call else None, parsers.reasoning, goes_on_thinking, _tag_ids(tokenizer))
+    if must_call or form is not None:
+        _check_can_begin(reading, "a form" if form is not None else "tool_choice")
     if form is not None:  # which begins where the answer goes on
-        is_thinking, said = goes_on_thinking, ""
-    reading = Reading(parsers, tools, is_thinking, said, has_form=form is not None)
+        reading = Reading(parsers, tools, goes_on_thinking, has_form=True)
+    syntax = Syntax(parsers.tools if can_call else None, parsers.reasoning, goes_on_thinking, _tag_ids(tokenizer))
     grammar = None
     if must_call:
         assert tools is not None
-        if reading.reader().has_open_call:
-            raise ParameterError(
-                "tool_choice asks for a call, and the message that goes on ends within one; leave tool_choice out"
-            )
         called = {name: tools.parameters[name] for name in choice}
         several = given["tool_choice"] == "required" and not tools.only_one
         grammar = forced_grammar(syntax, called, several=several)
@@ -128,10 +129,33 @@ def _beginning(chat: Chat, parsers: Parsers, tokenizer: Tokenizer) -> tuple[bool
     if not chat.is_continued and parsers.reasoning != THINK:
         return False, ""
     prompt, said = tokenizer.chat_text(chat), ""
-    if chat.is_continued:  # templates strip contents
-        place = prompt.rindex(chat.messages[-1]["content"].strip())
+    if chat.is_continued:
+        place = _place_of_last(chat, prompt, tokenizer)
         prompt, said = prompt[:place], prompt[place:]
     return parsers.reasoning == THINK and opens_thoughts(prompt), said
+
+
+def _place_of_last(chat: Chat, prompt: str, tokenizer: Tokenizer) -> int:
+    """Where the content of a message that goes on begins in its prompt. Templates rewrite contents, so it is where
+    the prompt of an answer to the messages before would end. Raises TokenizerError.
+    """
+    if before := chat.messages[:-1]:
+        (other,) = tokenizer.chat_texts([replace(chat, messages=before, is_continued=False)])
+        if isinstance(other, str):
+            place = len(os.path.commonprefix([prompt, other]))
+            if len(other) - place <= _LONGEST_OPENING:  # else the template has changed what was before, too
+                return place
+    place = prompt.rfind(chat.messages[-1]["content"].strip())
+    return len(prompt) if place < 0 else place
+
+
+def _check_can_begin(reading: Reading, what: str) -> None:
+    """Raise ParameterError where a form or a call that `what` asks for would begin within something else."""
+    within = "within a call" if reading.reader().has_open_call else None
+    if reading.parsers.reasoning == HARMONY and reading.said:
+        within = "within a message of this model's syntax"
+    if within is not None:
+        raise ParameterError(f"{what} cannot begin where the message that goes on ends: {within}; leave one out")
 
 
 def _are_special(reading: Reading, tokenizer: Tokenizer) -> bool:
