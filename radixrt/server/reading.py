@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -142,7 +141,8 @@ def _place_of_last(chat: Chat, prompt: str, tokenizer: Tokenizer) -> int:
     if before := chat.messages[:-1]:
         (other,) = tokenizer.chat_texts([replace(chat, messages=before, is_continued=False)])
         if isinstance(other, str):
-            place = len(os.path.commonprefix([prompt, other]))
+            same = zip(prompt, other, strict=False)
+            place = next((i for i, (a, b) in enumerate(same) if a != b), min(len(prompt), len(other)))
             if len(other) - place <= _LONGEST_OPENING:  # else the template has changed what was before, too
                 return place
     place = prompt.rfind(chat.messages[-1]["content"].strip())

@@ -6,14 +6,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from itertools import groupby
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from itertools import chain, groupby
 from typing import Any, Protocol
 
 import regex
 
+MAX_PIECE = 1024  # characters or bytes of a token
 MAX_SIZE = 2**22  # ids of a vocabulary are below; the largest ones have a tenth of it
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+@contextmanager
+def panics_caught() -> Iterator[None]:
+    """Raise ValueError where the package tokenizers panics, as on a text that its regular expressions give up on:
+    its class is no Exception, and cannot be imported.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the package tokenizers gives up: {error}") from error
 
 
 class Codec(Protocol):
@@ -73,10 +88,12 @@ class JsonCodec:
         self.byte_ids = frozenset(i for piece, i in spelled if _BYTE_PIECE.fullmatch(piece))
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        return [one.ids for one in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+        with panics_caught():
+            return [one.ids for one in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
+        with panics_caught():
+            return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def piece(self, token_id: int) -> str | None:
         found: str | None = self._backend.id_to_token(token_id)
@@ -100,14 +117,29 @@ class JsonCodec:
         """Whether texts should come back as they were: byte-pair encoding has all bytes."""
         return type(self._backend.model).__name__ == "BPE"
 
-    def around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The special tokens that its post-processor puts before and after a text."""
-        inner = self._backend.encode("a", add_special_tokens=False).ids
-        whole = self._backend.encode("a", add_special_tokens=True).ids
+    def lead(self) -> tuple[int, ...]:
+        """The special tokens that its post-processor puts before a text."""
+        with panics_caught():
+            if not self._backend.num_special_tokens_to_add(is_pair=False):
+                return ()
+            text, inner = self._some_text()
+            whole: list[int] = self._backend.encode(text, add_special_tokens=True).ids
         for start in range(len(whole) - len(inner) + 1):
             if whole[start : start + len(inner)] == inner:
-                return tuple(whole[:start]), tuple(whole[start + len(inner) :])
+                return tuple(whole[:start])
         raise ValueError(f"its post-processor makes {whole} of the tokens {inner}")
+
+    def _some_text(self) -> tuple[str, list[int]]:
+        """A text and its tokens: not every vocabulary has an "a"."""
+        spelled = (self.decode([token_id], True) for token_id in range(self.size))
+        for text in chain(("a",), spelled):
+            try:
+                ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+            except Exception:
+                continue
+            if ids:
+                return text, ids
+        raise ValueError("it encodes none of its own tokens")
 
 
 @dataclass(frozen=True)
@@ -135,6 +167,9 @@ def _is_in_word(text: str, start: int, end: int) -> bool:
     return any(letter.isalnum() or letter == "_" for letter in before + after)
 
 
+FLAGS = tuple(field.name for field in fields(AddedToken) if field.name != "content")
+
+
 class SentencePieceModel:
     """The pieces of a sentencepiece model, and what they are."""
 
@@ -151,11 +186,13 @@ class SentencePieceModel:
             raise ValueError(f"it is no sentencepiece model: {error}") from error
         kinds = self._proto.SentencePiece
         self.pieces: list[str] = [each.piece for each in self._proto.pieces]
+        self.ids = {piece: i for i, piece in enumerate(self.pieces)}
         types = [each.type for each in self._proto.pieces]
         self.special = {
             i: self.pieces[i] for i, kind in enumerate(types) if kind in (kinds.CONTROL, kinds.UNKNOWN)
         }
         self.byte_ids = frozenset(i for i, kind in enumerate(types) if kind == kinds.BYTE)
+        self.ordinary_ids = frozenset(i for i, kind in enumerate(types) if kind in (kinds.NORMAL, kinds.BYTE))
 
     @property
     def ends(self) -> dict[str, str]:
@@ -190,8 +227,7 @@ class SentencePieceCodec:
         self._num_pieces = len(self._model.pieces)
         self.size = max([self._num_pieces, *(i + 1 for i in added)])
         self.byte_ids = self._model.byte_ids
-        self._ids = {piece: i for i, piece in enumerate(self._model.pieces)}
-        self._ids |= {token.content: i for i, token in self._added.items()}
+        self._ids = self._model.ids | {token.content: i for i, token in self._added.items()}
         special = {i for i, token in self._added.items() if token.special}
         self._special = (self._model.special.keys() - self._added.keys()) | special
         contents = [token.content for token in self._added.values()]
@@ -222,10 +258,10 @@ class SentencePieceCodec:
             if token.single_word and _is_in_word(text, start, following):
                 searched = start + 1
                 continue
-            if token.lstrip:
-                start = max(end, len(text[:start].rstrip()))
-            if token.rstrip:
-                following = len(text) - len(text[following:].lstrip())
+            while token.lstrip and start > end and text[start - 1].isspace():
+                start -= 1
+            while token.rstrip and text[following : following + 1].isspace():
+                following += 1
             yield token_id, start, following
             end = searched = following
 

@@ -15,7 +15,7 @@ import regex
 
 from radixrt.errors import TokenizerError
 from radixrt.text.byte_level import spelled
-from radixrt.text.codec import MAX_SIZE, JsonCodec
+from radixrt.text.codec import MAX_PIECE, MAX_SIZE, JsonCodec, panics_caught
 from radixrt.text.probe import check_same, probe_without
 
 BOS, EOS = "<s>", "</s>"
@@ -25,6 +25,7 @@ _UNLISTED = (
     *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
     *("[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
 )
+_SECONDS = 10.0  # of its expression, on the probe
 _FILLER = "<SPECIAL_{}>"
 
 
@@ -49,12 +50,19 @@ def read_tekken(file: Path) -> JsonCodec:
         for token in whole["vocab"]
         if token["rank"] < size - num_special
     }
+    if sorted(ranks.values()) != list(range(size - num_special)):
+        raise TokenizerError(f"{file.name} does not have a token of each rank from 0 to {size - num_special - 1}")
+    if any(bytes([byte]) not in ranks for byte in range(256)):
+        raise TokenizerError(f"{file.name} has no token for some byte")
+    if (longest := max(map(len, ranks))) > MAX_PIECE:
+        raise TokenizerError(f"{file.name} has a token of {longest:,} bytes; {MAX_PIECE:,} are supported")
     special = _special_tokens(whole.get("special_tokens"), num_special)
     vocabulary = {spelled(token): rank + num_special for token, rank in ranks.items()}
     if same := [token for token in special if token in vocabulary]:
         raise TokenizerError(f"{file.name} has {same[0]!r} as a special token and as an ordinary one")
     vocabulary |= {token: token_id for token_id, token in enumerate(special)}
-    backend = Backend(models.BPE(vocabulary, merges_by_rank(ranks)))
+    with panics_caught():
+        backend = Backend(models.BPE(vocabulary, merges_by_rank(ranks)))
     backend.model.ignore_merges = True
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -67,7 +75,7 @@ def read_tekken(file: Path) -> JsonCodec:
     codec = JsonCodec(backend)
 
     probe = probe_without(special)
-    pieces = (match[0].encode() for match in regex.finditer(config["pattern"], probe))
+    pieces = (match[0].encode() for match in regex.finditer(config["pattern"], probe, timeout=_SECONDS))
     by_ranks = [rank + num_special for piece in pieces for rank in _by_ranks(ranks, piece)]
     check_same(codec.encode([probe])[0], by_ranks, probe, file.name)
     return codec

@@ -255,7 +255,7 @@ def _read(folder: Path) -> Tokenizer:
     codec: Codec
     if (file := folder / "tokenizer.json").exists():
         codec = json_codec = read_tokenizer_json(file, config)
-        lead, _ = json_codec.around()
+        lead = json_codec.lead()
     elif (file := folder / "tekken.json").exists():
         codec, lead, config = _tekken(file, config)
     elif (file := folder / "tokenizer.model").exists():
@@ -300,6 +300,13 @@ def _sentencepiece(file: Path, config: TokenizerConfig) -> tuple[Codec, tuple[in
     added: dict[int, AddedToken] = {}
     if config.exists:
         special = {i for i, piece in enumerate(model.pieces) if i in model.special or piece in config.special}
+        for i, token in config.added.items():
+            has_other = i in model.ordinary_ids and model.pieces[i] != token.content
+            if has_other or model.ids.get(token.content, i) != i:
+                told = f"{model.pieces[i]!r} has that" if has_other else f"it has {model.ids[token.content]}"
+                raise TokenizerError(
+                    f"the added token {token.content!r} is to have the id {i}, but in {file.name} {told}"
+                )
         added = {**{i: AddedToken(model.pieces[i], True) for i in special}, **config.added}
     return SentencePieceCodec(data, added, is_legacy=config.is_legacy), (), config
 
@@ -315,6 +322,5 @@ def _converted(folder: Path, config: TokenizerConfig) -> Tokenizer:
     codec = JsonCodec(Backend.from_str(own.backend_tokenizer.to_str()))
     if codec.keeps_bytes:
         check_round_trip(codec.decode(codec.encode([PROBE])[0], False))
-    lead, _ = codec.around()
     names = {name: str(token) for name, token in own.special_tokens_map.items() if not isinstance(token, list)}
-    return _with_special_tokens(codec, lead, replace(config, named={**names, **config.named}))
+    return _with_special_tokens(codec, codec.lead(), replace(config, named={**names, **config.named}))

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from radixrt.errors import TokenizerError
-from radixrt.text.codec import MAX_SIZE, AddedToken
+from radixrt.text.codec import FLAGS, MAX_SIZE, AddedToken
 
-_FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 _STANDARD = ("bos_token", "eos_token", "unk_token", "pad_token")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
@@ -28,6 +27,7 @@ class TokenizerConfig:
         named: the content of each special token that has a name, such as "bos_token", by that name.
         special: the contents of all special tokens.
         added: tokens that a text is searched for, by id.
+        knows_flags: whether their flags are known; else they are those that tokenizer.json has, if it has some.
         add_bos_token, add_eos_token: whether texts begin and end with these; None: it does not say.
         is_legacy: whether a sentencepiece model begins a text with a blank after each special token, too.
         templates: chat templates by name.
@@ -37,6 +37,7 @@ class TokenizerConfig:
     named: Mapping[str, str] = field(default_factory=dict)
     special: frozenset[str] = frozenset()
     added: Mapping[int, AddedToken] = field(default_factory=dict)
+    knows_flags: bool = True
     add_bos_token: bool | None = None
     add_eos_token: bool | None = None
     is_legacy: bool = False
@@ -62,6 +63,7 @@ class TokenizerConfig:
             named=named,
             special=frozenset(special),
             added={i: replace(one, special=one.special or one.content in special) for i, one in added.items()},
+            knows_flags="added_tokens_decoder" in given,
             add_bos_token=_flag(given, "add_bos_token"),
             add_eos_token=_flag(given, "add_eos_token"),
             is_legacy=_flag(given, "legacy") is True,
@@ -129,7 +131,7 @@ def _added(given: Mapping[str, Any], file: str) -> dict[int, AddedToken]:
         token_id = int(name) if name.isascii() and name.isdigit() and len(name) < 10 else -1
         if not _is_id(token_id) or not isinstance(token, dict) or (content := _content(token)) is None:
             raise TokenizerError(f"{file} has the added token {name!r}: {str(token)[:60]}, which is none")
-        flags = {flag: token.get(flag, False) for flag in _FLAGS}
+        flags = {flag: token.get(flag, False) for flag in FLAGS}
         if bad := [flag for flag, value in flags.items() if not isinstance(value, bool)]:
             raise TokenizerError(f"{file} has the added token {content!r} with {bad[0]} {flags[bad[0]]!r}")
         found[token_id] = AddedToken(content, **flags)

@@ -8,12 +8,12 @@ import json
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from radixrt.errors import TokenizerError
-from radixrt.text.codec import AddedToken, JsonCodec
+from radixrt.text.codec import FLAGS, AddedToken, JsonCodec, panics_caught
 from radixrt.text.probe import check_same, probe_without
 from radixrt.text.tokenizer_config import TokenizerConfig
 
@@ -42,7 +42,8 @@ def read_tokenizer_json(file: Path, config: TokenizerConfig) -> JsonCodec:
     from tokenizers import Tokenizer as Backend
 
     text = file.read_text(encoding="utf-8")
-    source: Any = Backend.from_str(text)
+    with panics_caught():
+        source: Any = Backend.from_str(text)
     changed = _changed(source, config)
     is_missplit = _is_missplit(source)
     if not changed and not is_missplit:
@@ -52,7 +53,8 @@ def read_tokenizer_json(file: Path, config: TokenizerConfig) -> JsonCodec:
     if is_missplit:
         _log.info("%s splits texts as Llama 3 does, but has a vocabulary of tekken: they are split as there", file)
         _split_as_tekken(spec)
-    codec, plain = JsonCodec(Backend.from_str(json.dumps(spec))), JsonCodec(source)
+    with panics_caught():
+        codec, plain = JsonCodec(Backend.from_str(json.dumps(spec))), JsonCodec(source)
     for token_id, token in changed.items():
         if codec.token_id(token.content) != token_id or codec.encode([token.content]) != [[token_id]]:
             raise TokenizerError(
@@ -69,22 +71,26 @@ def read_tokenizer_json(file: Path, config: TokenizerConfig) -> JsonCodec:
 
 
 def _changed(source: Any, config: TokenizerConfig) -> dict[int, AddedToken]:
-    """The added tokens that differ from those of tokenizer.json, by id."""
+    """The added tokens that differ from those of tokenizer.json, by id. Raises TokenizerError."""
     known: Mapping[int, Any] = source.get_added_tokens_decoder()
-    have = {i: AddedToken(token.content, *(getattr(token, flag) for flag in _FLAGS)) for i, token in known.items()}
+    have = {i: AddedToken(token.content, *(getattr(token, flag) for flag in FLAGS)) for i, token in known.items()}
     wanted = dict(config.added)
+    for token_id, token in config.added.items():
+        if (own := source.token_to_id(token.content)) not in (None, token_id):
+            raise TokenizerError(
+                f"tokenizer_config.json gives {token.content!r} the id {token_id}, but by tokenizer.json it is "
+                f"{own}"
+            )
+        if not config.knows_flags and token_id in have:
+            wanted[token_id] = replace(have[token_id], special=have[token_id].special or token.special)
     listed = {token.content for token in wanted.values()}
     for content in config.special - listed:
         token_id = source.token_to_id(content)
         if token_id is None:
             _log.info("tokenizer_config.json names %r, which is no token of tokenizer.json", content)
         else:
-            token = have.get(token_id, AddedToken(content, True))
-            wanted[token_id] = AddedToken(content, True, *(getattr(token, flag) for flag in _FLAGS[1:]))
+            wanted[token_id] = replace(have.get(token_id, AddedToken(content, True)), special=True)
     return {i: token for i, token in wanted.items() if have.get(i) != token}
-
-
-_FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 
 
 def _add(spec: dict[str, Any], tokens: Mapping[int, AddedToken]) -> None:

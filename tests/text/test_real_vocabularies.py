@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import unicodedata
 from functools import cache
@@ -14,6 +15,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from radixrt.errors import TokenizerError
+from radixrt.text import tekken as tekken_module
 from radixrt.text.builder import Detokenizer
 from radixrt.text.byte_level import spelled
 from radixrt.text.codec import JsonCodec
@@ -233,9 +235,35 @@ def test_a_split_that_is_right_already(tmp_path: Path) -> None:
     assert [tokenizer.piece(i) for i in tokenizer.encode("FooBar 12")] == ["Foo", "Bar", "Ġ", "1", "2"]
 
 
-def test_a_tekken_that_says_otherwise(tmp_path: Path) -> None:
-    """What is no such file is told, and by name."""
-    for text, told in (("{}", "config"), ("[]", ""), ('{"config": {}, "vocab": []}', "default_vocab_size")):
-        (tmp_path / "tekken.json").write_text(text)
-        with pytest.raises(TokenizerError, match=f"cannot load a tokenizer from .*{told}"):
-            load_tokenizer(tmp_path)
+def tekken_of(tokens: list[tuple[int, bytes]], pattern: str = r"\S+|\s+") -> str:
+    """A small tekken.json with all bytes and these tokens."""
+    ranked = [*((byte, bytes([byte])) for byte in range(256)), *tokens]
+    vocabulary = [{"rank": rank, "token_bytes": base64.b64encode(token).decode()} for rank, token in ranked]
+    config = {"default_vocab_size": 256 + len(tokens) + 20, "default_num_special_tokens": 20, "pattern": pattern}
+    return json.dumps({"config": config, "vocab": vocabulary})
+
+
+BAD_TEKKEN = {
+    "nothing": ("{}", "'config'"),
+    "a list": ("[]", "list indices must be"),
+    "half": ('{"config": {}, "vocab": []}', "default_vocab_size"),
+    "a rank twice": (tekken_of([(256, b"zq"), (256, b"qz")]), "not have a token of each rank from 0 to 257"),
+    "below all": (tekken_of([(-1, b"zq")]), "not have a token of each rank from 0 to 256"),
+    "too long": (tekken_of([(256, b"z" * 2000)]), "a token of 2,000 bytes; 1,024 are supported"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TEKKEN)
+def test_a_tekken_that_cannot_be(tmp_path: Path, case: str) -> None:
+    text, told = BAD_TEKKEN[case]
+    (tmp_path / "tekken.json").write_text(text)
+    with pytest.raises(TokenizerError, match=f"cannot load a tokenizer from .*{told}"):
+        load_tokenizer(tmp_path)
+
+
+def test_what_differs_from_its_source_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tekken.json").write_text(tekken_of([(256, b"Mi"), (257, b"ra"), (258, b"Mira"), (259, b"he")]))
+    assert load_tokenizer(tmp_path).encode("Mira", add_special_tokens=False).tolist() == [278]
+    monkeypatch.setattr(tekken_module, "merges_by_rank", lambda ranks: [])
+    with pytest.raises(TokenizerError, match=r"does not encode as tekken\.json says: the ids of .*, not \["):
+        load_tokenizer(tmp_path)

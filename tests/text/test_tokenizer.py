@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceTrainer
+from tokenizers import AddedToken, Regex, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
-from tokenizers import models, pre_tokenizers, processors
 
 from radixrt.errors import TokenizerError
 from radixrt.text.tokenizer import Tokenizer, load_tokenizer
-from tests.support.small_tokenizers import byte_level
+from tests.support.small_tokenizers import byte_level, write_llama
 
 TEXT = "Mira likes Oslo. Tarek counts 37."
 
@@ -274,7 +275,9 @@ def test_tokens_that_tokenizer_config_adds_or_makes_special(tmp_path: Path) -> N
 
 
 def test_what_contradicts_tokenizer_json_is_shown(tmp_path: Path) -> None:
-    for token_id, content in ((5, "<|call|>"), (300, "<tool>")):
+    backend = byte_level().backend_tokenizer
+    word = max((backend.id_to_token(i) for i in range(3, 300)), key=len)
+    for token_id, content in ((5, "<|call|>"), (300, "<tool>"), (999, word)):
         added = {str(token_id): {"content": content, "special": False}}
         folder_of(tmp_path, config={"added_tokens_decoder": added})
         with pytest.raises(TokenizerError, match=rf"gives '{re.escape(content)}' the id {token_id}, but by token"):
@@ -299,6 +302,63 @@ def test_files_of_older_checkpoints(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(folder)
     assert tokenizer.eos_token_id == 1
     assert len(tokenizer.encode("<|call|>")) > 1
+
+
+def test_older_files_do_not_take_flags_away(tmp_path: Path) -> None:
+    """added_tokens.json has none."""
+    backend = byte_level(("<s>", "</s>", "<|im_start|>")).backend_tokenizer
+    backend.add_tokens([AddedToken("<mask>", lstrip=True)])
+    ids = {token: backend.token_to_id(token) for token in ("<|im_start|>", "<mask>")}
+    folder = folder_of(tmp_path, backend, {})
+    (folder / "added_tokens.json").write_text(json.dumps(ids))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.encode("a  <mask>").tolist() == backend.encode("a  <mask>").ids
+    assert tokenizer.decode(tokenizer.encode("<|im_start|>a")) == "a"
+
+
+def test_an_expression_that_gives_up_is_an_error(tmp_path: Path) -> None:
+    """The package tokenizers panics, with what is no Exception."""
+    backend = byte_level().backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("(?:a|a)*Q|."), "isolated")
+    tokenizer = load_tokenizer(folder_of(tmp_path, backend))
+    with pytest.raises(TokenizerError, match=r"the tokenizer cannot encode 'aaaa.*gives up: "):
+        tokenizer.encode("a" * 100)
+
+
+@pytest.mark.parametrize("letters", ["ACGT", "日本"])
+def test_what_begins_texts_of_any_vocabulary(tmp_path: Path, letters: str) -> None:
+    """Not all have an "a", nor a token for what they lack."""
+    backend = Backend(models.WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.add_special_tokens(["<s>", "</s>"])
+    ids = [("<s>", len(letters)), ("</s>", len(letters) + 1)]
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ids)
+    tokenizer = load_tokenizer(folder_of(tmp_path, backend))
+    assert tokenizer.encode(letters).tolist() == [len(letters), *range(len(letters))]
+
+
+ADDED_TO_PIECES = {
+    "the id of a piece": ({"273": {"content": "<tool>"}}, "the id 273, but in tokenizer.model 'a' has that"),
+    "a piece under another id": ({"500": {"content": "a"}}, "the id 500, but in tokenizer.model it has 273"),
+}
+
+
+@pytest.mark.parametrize("case", ADDED_TO_PIECES)
+def test_an_added_token_is_no_ordinary_piece(tmp_path: Path, case: str) -> None:
+    added, told = ADDED_TO_PIECES[case]
+    folder = write_llama(tmp_path / "a", added_tokens_decoder=added)
+    with pytest.raises(TokenizerError, match=told):
+        load_tokenizer(folder)
+
+
+def test_tokens_that_take_blanks_cost_no_more_the_more_there_are(tmp_path: Path) -> None:
+    added = {"400": {"content": "<t>", "rstrip": True, "lstrip": True}}
+    tokenizer = load_tokenizer(write_llama(tmp_path / "a", added_tokens_decoder=added))
+    began = time.process_time()
+    assert len(tokenizer.encode("<t>" * 60_000, add_special_tokens=False)) == 60_000
+    assert time.process_time() - began < 3
+    ids = tokenizer.encode("hello  <t>  \n hello", add_special_tokens=False).tolist()
+    assert tokenizer.decode(ids) == "hello<t>hello"
 
 
 def test_nothing_is_cut_padded_or_drawn_by_lot(tmp_path: Path) -> None:
