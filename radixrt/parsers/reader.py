@@ -156,10 +156,10 @@ class AnswerReader:
 
 
 def _call_left_open(parts: list[Part]) -> list[Part]:
-    """The last call of some parts, if it has no end and nothing follows it."""
+    """The last call of some parts, if it has no end and nothing but a part of that follows it."""
     names = [place for place, part in enumerate(parts) if part.kind is Kind.NAME]
     last = parts[names[-1] :] if names else []
-    return last if {part.kind for part in last} <= {Kind.NAME, Kind.ARGUMENTS} else []
+    return last if {part.kind for part in last} <= {Kind.NAME, Kind.ARGUMENTS, Kind.SYNTAX} else []
 
 
 def _calls(source: Source, parser: str, tools: Tools) -> Steps[bool]:

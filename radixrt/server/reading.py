@@ -21,8 +21,6 @@ from radixrt.sampling_params import SamplingParams
 from radixrt.text.chat import Chat
 from radixrt.text.tokenizer import Tokenizer
 
-_LONGEST_OPENING = 64  # characters that templates begin an answer with, such as empty thoughts
-
 FormRefusal = Callable[[AskedForm], "str | None"]
 
 
@@ -138,15 +136,19 @@ def _place_of_last(chat: Chat, prompt: str, tokenizer: Tokenizer) -> int:
     """Where the content of a message that goes on begins in its prompt. Templates rewrite contents, so it is where
     the prompt of an answer to the messages before would end. Raises TokenizerError.
     """
+    least = len(prompt)
     if before := chat.messages[:-1]:
         (other,) = tokenizer.chat_texts([replace(chat, messages=before, is_continued=False)])
         if isinstance(other, str):
             same = zip(prompt, other, strict=False)
-            place = next((i for i, (a, b) in enumerate(same) if a != b), min(len(prompt), len(other)))
-            if len(other) - place <= _LONGEST_OPENING:  # else the template has changed what was before, too
-                return place
+            least = next((i for i, (a, b) in enumerate(same) if a != b), min(len(prompt), len(other)))
+            if least == len(other):
+                return least
+    # A prompt that opens thoughts, perhaps, and a message without any, which may begin with the same letters.
     place = prompt.rfind(chat.messages[-1]["content"].strip())
-    return len(prompt) if place < 0 else place
+    if place >= 0:
+        return place
+    return max(prompt.rfind(end, 0, least) for end in "\n>") + 1
 
 
 def _check_can_begin(reading: Reading, what: str) -> None:

@@ -353,10 +353,9 @@ def test_answers_that_go_on(text: str, parsers: Any) -> None:
             whole[len(whole) - len(told)][1][-len(told[0][1]) :],
             whole[len(whole) - len(told) + 1 :],
         )
-        before = read([text[:cut]], *parsers, is_cut=True)
-        assert [kind for kind, _ in before].count("name") - [kind for kind, _ in before].count("end") == (
-            AnswerReader(*parsers, TOOLS, said=text[:cut]).has_open_call
-        )
+        before = [part.kind for part in AnswerReader(*parsers, TOOLS).push(text[:cut])]
+        is_open = before.count(Kind.NAME) - before.count(Kind.END)
+        assert AnswerReader(*parsers, TOOLS, said=text[:cut]).has_open_call == is_open
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,14 @@ from radixrt.server.batches.chats import ServedChats
 from radixrt.server.limits import Limits
 from radixrt.text.chat import Chat
 from radixrt.text.tokenizer import Tokenizer, load_tokenizer
+from tests.support.model_templates import MODEL_TEMPLATES
 from tests.support.small_tokenizers import CHATML, byte_level, chat_tokenizer
 from tests.support.transcripts import CODER, HERMES, LLAMA, OSLO, WEATHER, coder
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
 USER = {"role": "user", "content": "Oslo?"}
-OPENING = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif") + "{# tools #}"
+WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
+OPENING = WITH_TOOLS.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
 END, STOP, LENGTH = (FinishReason.STOP, 2), (FinishReason.STOP, "x"), (FinishReason.LENGTH, None)
 Ending = tuple[FinishReason, int | str | None]
 
@@ -175,7 +177,7 @@ def test_tags_of_thoughts_that_are_special_tokens(names_tools: bool, tmp_path: P
 @pytest.mark.parametrize(("text", "parser"), [(HERMES, "hermes"), (CODER, "qwen3_coder"), (LLAMA, "llama3_json")])
 def test_calls_that_go_on(text: str, parser: str, tmp_path: Path) -> None:
     """A call in which the message ends is told whole; what was said before is not told again."""
-    tokenizer = chat_tokenizer(tmp_path, CHATML + "{# tools #}")
+    tokenizer = chat_tokenizer(tmp_path, WITH_TOOLS)
     for cut in range(1, len(text)):
         asked = asked_of(tokenizer, Parsers(parser), said=text[:cut])
         if not text[:cut].endswith(("\n", " ")):
@@ -195,7 +197,7 @@ def test_calls_that_go_on(text: str, parser: str, tmp_path: Path) -> None:
 
 
 def test_calls_that_go_on_in_batches(tokenizer: Tokenizer) -> None:
-    chats = ServedChats(Parsers("hermes"), tokenizer)
+    chats = ServedChats(Parsers("hermes"), tokenizer, lambda form: None)
     messages = [USER, {"role": "assistant", "content": HERMES[:50]}]
     given = {"messages": messages, "continue_final_message": True}
     reading, _ = chats.reading({**given, "tools": TOOLS}, Chat.of(given), SamplingParams())
@@ -212,11 +214,40 @@ def test_calls_that_go_on_in_batches(tokenizer: Tokenizer) -> None:
 
 
 def test_a_call_cannot_begin_within_another(tokenizer: Tokenizer) -> None:
-    with pytest.raises(ParameterError, match="the message that goes on ends within one"):
-        asked_of(tokenizer, Parsers("hermes"), said=HERMES[:50], tool_choice="required")
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    for parser, said in (("hermes", HERMES[:50]), ("hermes", HERMES[:-12]), ("qwen3_coder", CODER[:50])):
+        for what, more in (("tool_choice", {"tool_choice": "required"}), ("a form", {"response_format": form})):
+            with pytest.raises(ParameterError, match=f"^{what} cannot begin where .* ends: within a call"):
+                asked_of(tokenizer, Parsers(parser), said=said, **more)
     asked_of(tokenizer, Parsers("hermes"), said=HERMES, tool_choice="required")
-    with pytest.raises(ParameterError, match="the message that goes on ends within one"):
-        asked_of(tokenizer, Parsers("qwen3_coder"), said=CODER[:50], tool_choice="required")
+    with pytest.raises(ParameterError, match=r"^tool_choice cannot begin .* ends: within a message of this model"):
+        asked_of(tokenizer, Parsers("harmony", "harmony"), said="Well", tool_choice="required")
+
+
+def test_a_tag_that_a_message_mentions_opens_no_thoughts(tokenizer: Tokenizer) -> None:
+    for said in ("The tag <think> is", "<think>a</think> then <think> b"):
+        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+        asked = asked_of(tokenizer, Parsers("hermes", "think"), said=said, response_format=form)
+        assert asked.reading is not None
+        assert not asked.reading.is_thinking
+
+
+def test_a_form_keeps_the_blanks_that_it_begins_with(tokenizer: Tokenizer) -> None:
+    for tools in (TOOLS, []):
+        asked = asked_of(tokenizer, Parsers("hermes", "think"), tools=tools, choice=[" yes", " no"])
+        message = choice_of(asked, tokenizer, "hm\n</think>\n\n yes", END)["message"]
+        assert (message["reasoning_content"], message["content"]) == ("hm", " yes")
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "DeepSeek R1", "Llama 3", "Gemma 3"])
+@pytest.mark.parametrize("said", ["<think>a</think>b", "Oslo is", " Oslo", "<think>\na\n</think>\n\nb"])
+def test_messages_that_go_on_in_the_templates_of_models(name: str, said: str, tmp_path: Path) -> None:
+    """These rewrite contents: what of the answer is there is not found by its text."""
+    model = chat_tokenizer(tmp_path, MODEL_TEMPLATES[name])
+    asked = asked_of(model, Parsers("hermes", "think"), said=said, tools=[])
+    assert asked.reading is not None
+    message = choice_of(asked, model, " the capital", END)["message"]
+    assert message["content"].strip() == "the capital"
 
 
 def test_thoughts_that_go_on(tokenizer: Tokenizer) -> None:

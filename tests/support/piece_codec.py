@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 
 class PieceCodec:
@@ -10,14 +10,15 @@ class PieceCodec:
 
     byte_ids: frozenset[int] = frozenset()
 
-    def __init__(self, pieces: Sequence[bytes]) -> None:
-        self.pieces, self.size = list(pieces), len(pieces)
+    def __init__(self, pieces: Sequence[bytes], special_ids: Collection[int] = ()) -> None:
+        self.pieces, self.size, self._special_ids = list(pieces), len(pieces), set(special_ids)
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         return [[self.pieces.index(bytes([byte])) for byte in text.encode()] for text in texts]
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        return b"".join(self.pieces[i] for i in ids).decode(errors="replace")
+        left_out = self._special_ids if skip_special_tokens else ()
+        return b"".join(self.pieces[i] for i in ids if i not in left_out).decode(errors="replace")
 
     def piece(self, token_id: int) -> str | None:
         return self.pieces[token_id].decode("latin-1")

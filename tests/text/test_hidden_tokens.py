@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,6 +13,7 @@ from radixrt.sampling_params import SamplingParams
 from radixrt.text.builder import TextBuilder
 from radixrt.text.hidden_tokens import HiddenTokens, named_in, special_texts
 from radixrt.text.tokenizer import Tokenizer
+from tests.support.piece_codec import PieceCodec
 from tests.support.small_tokenizers import KINDS, small_tokenizer
 from tests.text.test_builder import first_stop, run
 
@@ -24,12 +24,7 @@ SPECIAL = {4: "<e>", 7: "<s>"}  # by id
 @cache
 def letters() -> Tokenizer:
     """Id i spells PIECES[i]."""
-    return replace(
-        small_tokenizer("byte level"),
-        vocab_size=len(PIECES),
-        byte_ids=frozenset(),
-        _decode=lambda ids, skip: "".join(PIECES[i] for i in ids if not (skip and i in SPECIAL)),
-    )
+    return Tokenizer(PieceCodec([piece.encode() for piece in PIECES], SPECIAL))
 
 
 def built(ids: list[int], stop: tuple[str, ...], **params: Any) -> tuple[str, int, str | None]:

@@ -138,9 +138,9 @@ def test_special_tokens_of_sentencepiece(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", TEKKEN)
 def test_tekken(tmp_path: Path, name: str) -> None:
     """mistral-common's own is the reference."""
+    folder = folder_with(path_of(name), tmp_path / "a", "tekken.json")
     from mistral_common.tokens.tokenizers.tekken import SpecialTokenPolicy, Tekkenizer
 
-    folder = folder_with(path_of(name), tmp_path / "a", "tekken.json")
     write_config(folder, "MistralCommonTokenizer", "mistral3")
     tokenizer, vendor = load_tokenizer(folder), Tekkenizer.from_file(path_of(name))
     assert (tokenizer.lead, tokenizer.eos_token_id, tokenizer.vocab_size) == (
