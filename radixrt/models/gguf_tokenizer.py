@@ -34,6 +34,8 @@ from radixrt.models.gguf_splits import SPLITS
 # Types of tokens; all others are normal.
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6
 MAX_PIECE = 1024  # characters
+# Ways to make pieces of two others: those of Mistral and Gemma have about 2 for each piece.
+MERGES_PER_PIECE, MORE_MERGES = 8, 2**16
 # What ends a turn or a text, whatever its type is.
 ENDS = {
     "<|eot_id|>",
@@ -239,12 +241,20 @@ _BUILDERS: dict[str, Callable[[Vocabulary, Header], Tokenizer]] = {"gpt2": _byte
 def _merges_by_score(normal: dict[str, int], scores: NDArray[Any]) -> list[tuple[str, str]]:
     """All ways to make a piece of two others: those of a higher score first.
 
-    Of equal scores a longer piece comes first: sentencepiece takes the leftmost pair, which grows there.
+    Of equal scores a longer piece comes first: sentencepiece takes the leftmost pair, which grows there. Raises
+    ModelError where there are far more ways than vocabularies that were trained have.
     """
+    own = {piece: piece for piece in normal}  # one string for each piece
+    limit = MERGES_PER_PIECE * len(normal) + MORE_MERGES
     merges: list[tuple[str, str]] = []
     for piece in sorted(normal, key=lambda piece: (-float(scores[normal[piece]]), -len(piece))):
-        cuts = ((piece[:cut], piece[cut:]) for cut in range(len(piece) - 1, 0, -1))
-        merges += [(left, right) for left, right in cuts if left in normal and right in normal]
+        cuts = ((own.get(piece[:cut]), own.get(piece[cut:])) for cut in range(len(piece) - 1, 0, -1))
+        merges += [(left, right) for left, right in cuts if left is not None and right is not None]
+        if len(merges) > limit:
+            raise ModelError(
+                f"its {len(normal):,} pieces can be made of two others in at least {len(merges):,} ways; "
+                f"{limit:,} are supported for so many"
+            )
     return merges
 
 

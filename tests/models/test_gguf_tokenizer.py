@@ -388,6 +388,17 @@ def test_more_tokens_than_embeddings(cache: Path) -> None:
         model_folder(write_gguf(made, cache / "model.gguf", vocabulary=small_llama()))
 
 
+def test_more_merges_than_vocabularies_have(cache: Path) -> None:
+    """All parts of one text: their number grows with its square, that of the merges with its cube."""
+    text = "".join(random.Random(5).choices("abcdefghijklmnop", k=110))
+    parts = [*dict.fromkeys(text[first:end] for first in range(110) for end in range(first + 1, 111))]
+    given = small_llama()
+    pieces = [*given.pieces[:4], *parts]
+    types = [*given.types[:4], *[NORMAL] * len(parts)]
+    with pytest.raises(ModelError, match=r"can be made of two others in at least 11\d,\d{3} ways; 11\d,\d{3} are"):
+        converted(replace(given, pieces=pieces, types=types, scores=[0.0] * len(pieces)), cache)
+
+
 def test_a_vocabulary_that_merges_otherwise_is_refused(cache: Path) -> None:
     """An unused piece takes letters from others: sentencepiece takes it apart again, merges alone cannot."""
     given = with_piece("eH", kind=UNUSED, score=1.0)
