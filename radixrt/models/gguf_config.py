@@ -145,6 +145,12 @@ def _rope(config: Any, arch: str, header: Header) -> dict[str, Any]:
     original = number("scaling.original_context_length") or trained
     factor = number("scaling.factor") or number("scale_linear")
     kind = header.field(f"{arch}.rope.scaling.type", str) or ("none" if factor in (None, 1.0) else "linear")
+
+    def written_factor() -> float:
+        if factor is None:
+            raise ModelError(f"{arch}.rope.scaling.factor is missing; rope.scaling.type {kind!r} needs it")
+        return _as_written(factor)
+
     if ROPE_TENSORS[0] in header.tensors:  # Llama 3.1's, worked out
         same = factors(ROPE_TENSORS[0])
         found |= {"rope_type": "longrope", "short_factor": same, "long_factor": same, "attention_factor": 1.0}
@@ -155,12 +161,12 @@ def _rope(config: Any, arch: str, header: Header) -> dict[str, Any]:
         if (attention_factor := number("scaling.attn_factor")) is not None:
             found["attention_factor"] = attention_factor
     elif kind == "linear":
-        found |= {"rope_type": "linear", "factor": _as_written(factor)}
+        found |= {"rope_type": "linear", "factor": written_factor()}
     elif kind == "yarn":
         for name, neutral in _OF_YARN.items():
             if (value := number(f"scaling.{name}")) not in (None, neutral):
                 raise ModelError(f"{arch}.rope.scaling.{name} is {value}, which is not supported with yarn")
-        found |= {"rope_type": "yarn", "factor": _as_written(factor), "original_max_position_embeddings": original}
+        found |= {"rope_type": "yarn", "factor": written_factor(), "original_max_position_embeddings": original}
         for name in ("beta_fast", "beta_slow"):
             if (beta := number(f"scaling.yarn_{name}")) is not None:
                 found[name] = _as_written(beta)

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, built from its vocabulary (`tokenizer.ggml.*`): the ids that llama.cpp gives.
+"""The tokenizer of a GGUF file, built from its vocabulary (`tokenizer.ggml.*`): the ids are the model's own.
 
 Before it is written it is compared with its source: one of sentencepiece's vocabularies with sentencepiece itself.
 """
@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import json
 import re
-import unicodedata
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 from numpy.typing import NDArray
 from tokenizers import (
-    AddedToken,
     Regex,
     Tokenizer,
     decoders,
@@ -27,13 +26,17 @@ from tokenizers import (
     processors,
 )
 
-from radixrt.errors import ModelError
+from radixrt.errors import ModelError, TokenizerError
 from radixrt.models.gguf_header import Header
 from radixrt.models.gguf_splits import SPLITS
+from radixrt.text.codec import AddedToken
+from radixrt.text.probe import BEGINNINGS, PROBE, check_round_trip, check_same
 
 # Types of tokens; all others are normal.
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6
 MAX_PIECE = 1024  # characters
+# Ways to make pieces of two others: those of Mistral and Gemma have about 2 for each piece.
+MERGES_PER_PIECE, MORE_MERGES = 8, 2**16
 # What ends a turn or a text, whatever its type is.
 ENDS = {
     "<|eot_id|>",
@@ -49,17 +52,6 @@ ENDS = {
 _KEEPS_BLANKS = {"<unk>", "<s>", "<|endoftext|>"}
 _BLANK = "\u2581"  # how sentencepiece spells one
 _TEMPLATE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-PROBE = (
-    "Mira likes Oslo.\n  Tarek counts 37, 1234567 and 3.14;\n\n\n\tit's   DONE\r\n \n",
-    "def f(x):\n    if x != 0x1F:\n\t\treturn [x] * 100  # !=\n}}));\n\n",
-    "na\u00efve caf\u00e9 Stra\u00dfe e\u0301 a\u0308\u0323 \u0915\u094d\u0937\u093f \u0e20\u0e32\u0e29\u0e32",
-    "\u65e5\u672c\u8a9e\u3001\u4e2d\u6587\u5b57\u3002\ud55c\uad6d\uc5b4 \u0391\u03b8\u03ae\u03bd \u05e9\u05c1",
-    "\U0001f642\U0001f469\u200d\U0001f4bb\ufe0f \u00a0\u2003x\u2028y \u200b\u00bd\u2167\u0663 <|none|> </no>",
-    "====----____aaaaaaabababab      (((( 00000 ...... HelloWorld HTTPServer",
-    " ",
-    "   two",
-    "\n",
-)
 
 
 @dataclass(frozen=True)
@@ -166,10 +158,13 @@ def write_tokenizer(vocabulary: Vocabulary, header: Header, folder: Path) -> Non
             f"its tokenizer is of the kind {vocabulary.kind!r} (tokenizer.ggml.model), which is not "
             f"supported; these are: {', '.join(_BUILDERS)}"
         )
-    tokenizer = build(vocabulary, header)
+    try:
+        tokenizer = build(vocabulary, header)
+    except TokenizerError as error:
+        raise ModelError(str(error)) from error
     added = _added_tokens(vocabulary, header)
     for is_special, add in ((True, tokenizer.add_special_tokens), (False, tokenizer.add_tokens)):
-        add([token for token in added.values() if token.special is is_special])
+        add([tokenizers.AddedToken(**asdict(token)) for token in added.values() if token.special is is_special])
     _check_added(tokenizer, added)
     _add_ends(tokenizer, vocabulary)
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
@@ -198,9 +193,8 @@ def _byte_level(vocabulary: Vocabulary, header: Header) -> Tokenizer:
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*parts, as_bytes])
     tokenizer.decoder = decoders.ByteLevel()
-    _check_round_trip(
-        tokenizer, (unicodedata.normalize("NFC", text) if split.composes else text for text in PROBE)
-    )
+    for text in (PROBE, *BEGINNINGS):
+        check_round_trip(tokenizer.decode(tokenizer.encode(text).ids), text)
     return tokenizer
 
 
@@ -226,10 +220,15 @@ def _sentencepiece(vocabulary: Vocabulary, header: Header) -> Tokenizer:
     steps = [decoders.Replace(_BLANK, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
     # What has a NUL sentencepiece takes apart, and llama.cpp does not.
-    texts = [*PROBE, *(piece.replace(_BLANK, " ") for piece in vocabulary.normal() if "\0" not in piece)]
-    _check_same(tokenizer, texts, _processor(vocabulary, scores, prefix, has_bytes).encode(texts))
+    pieces = [piece.replace(_BLANK, " ") for piece in vocabulary.normal() if "\0" not in piece]
+    texts = [PROBE, *BEGINNINGS, *pieces]
+    expected = _processor(vocabulary, scores, prefix, has_bytes).encode(texts)
+    for text, encoding, ids in zip(texts, tokenizer.encode_batch_fast(texts), expected, strict=True):
+        check_same(encoding.ids, ids, text, "sentencepiece")
     if has_bytes:
-        _check_round_trip(tokenizer, PROBE)
+        for text in (PROBE, *BEGINNINGS):
+            # Its spelling of a blank is read as one.
+            check_round_trip(tokenizer.decode(tokenizer.encode(text).ids), text.replace(_BLANK, " "))
     return tokenizer
 
 
@@ -239,12 +238,20 @@ _BUILDERS: dict[str, Callable[[Vocabulary, Header], Tokenizer]] = {"gpt2": _byte
 def _merges_by_score(normal: dict[str, int], scores: NDArray[Any]) -> list[tuple[str, str]]:
     """All ways to make a piece of two others: those of a higher score first.
 
-    Of equal scores a longer piece comes first: sentencepiece takes the leftmost pair, which grows there.
+    Of equal scores a longer piece comes first: sentencepiece takes the leftmost pair, which grows there. Raises
+    ModelError where there are far more ways than vocabularies that were trained have.
     """
+    own = {piece: piece for piece in normal}  # one string for each piece
+    limit = MERGES_PER_PIECE * len(normal) + MORE_MERGES
     merges: list[tuple[str, str]] = []
     for piece in sorted(normal, key=lambda piece: (-float(scores[normal[piece]]), -len(piece))):
-        cuts = ((piece[:cut], piece[cut:]) for cut in range(len(piece) - 1, 0, -1))
-        merges += [(left, right) for left, right in cuts if left in normal and right in normal]
+        cuts = ((own.get(piece[:cut]), own.get(piece[cut:])) for cut in range(len(piece) - 1, 0, -1))
+        merges += [(left, right) for left, right in cuts if left is not None and right is not None]
+        if len(merges) > limit:
+            raise ModelError(
+                f"its {len(normal):,} pieces can be made of two others in at least {len(merges):,} ways; "
+                f"{limit:,} are supported for so many"
+            )
     return merges
 
 
@@ -282,7 +289,6 @@ def _added_tokens(vocabulary: Vocabulary, header: Header) -> dict[int, AddedToke
             piece,
             special=number in vocabulary.special,
             rstrip=strips and number in vocabulary.special and piece not in _KEEPS_BLANKS,
-            normalized=False,
         )
         for piece, number in vocabulary.ids.items()
         if number in vocabulary.special or number in user_defined
@@ -299,21 +305,6 @@ def _add_ends(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
         tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=tokens)
 
 
-def _check_round_trip(tokenizer: Tokenizer, texts: Iterable[str]) -> None:
-    for text in texts:
-        if (found := tokenizer.decode(tokenizer.encode(text).ids)) != text:
-            raise ModelError(f"its tokenizer loses text: {text!r} becomes {found!r}")
-
-
-def _check_same(tokenizer: Tokenizer, texts: Sequence[str], expected: Sequence[Sequence[int]]) -> None:
-    for text, encoding, ids in zip(texts, tokenizer.encode_batch_fast(texts), expected, strict=True):
-        if encoding.ids != list(ids):
-            raise ModelError(
-                f"its vocabulary cannot be merged as sentencepiece does: {text!r} is {list(ids)} there, "
-                f"and {encoding.ids} here"
-            )
-
-
 def _check_added(tokenizer: Tokenizer, added: dict[int, AddedToken]) -> None:
     for number, token in added.items():
         if (ids := tokenizer.encode(token.content).ids) != [number]:
@@ -321,7 +312,6 @@ def _check_added(tokenizer: Tokenizer, added: dict[int, AddedToken]) -> None:
 
 
 def _write_config(vocabulary: Vocabulary, added: dict[int, AddedToken], folder: Path) -> None:
-    flags = ("lstrip", "normalized", "rstrip", "single_word", "special")
     named = {"bos_token": vocabulary.bos, "eos_token": vocabulary.eos, "unk_token": vocabulary.unknown}
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -329,10 +319,7 @@ def _write_config(vocabulary: Vocabulary, added: dict[int, AddedToken], folder: 
         "add_bos_token": vocabulary.adds_bos,
         "add_eos_token": vocabulary.adds_eos,
         **{name: added[i].content for name, i in named.items() if i in vocabulary.special},
-        "added_tokens_decoder": {
-            str(i): {"content": token.content, **{flag: getattr(token, flag) for flag in flags}}
-            for i, token in sorted(added.items())
-        },
+        "added_tokens_decoder": {str(i): asdict(token) for i, token in sorted(added.items())},
     }
     text = json.dumps(config, ensure_ascii=False, indent=1)
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")

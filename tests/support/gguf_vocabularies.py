@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import importlib.util
 import json
 from collections.abc import Callable, Iterable
 from functools import lru_cache
@@ -11,29 +10,15 @@ from itertools import pairwise
 from pathlib import Path
 
 import gguf
-import pytest
 import regex
 
-from tests.support.gguf_files import Vocabulary, bytes_to_unicode
+from radixrt.text.byte_level import spelled
+from radixrt.text.tekken import merges_by_rank
+from tests.support.gguf_files import Vocabulary
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = (
     int(gguf.TokenType[name]) for name in ("NORMAL", "UNKNOWN", "CONTROL", "USER_DEFINED", "UNUSED", "BYTE")
 )
-_SPELLED = bytes_to_unicode()
-
-
-def package_file(package: str, path: str) -> Path:
-    """A file of an installed package, none of whose code is run; skips where there is none."""
-    found = importlib.util.find_spec(package)
-    for folder in (found.submodule_search_locations or ()) if found is not None else ():
-        if (file := Path(folder) / path).is_file():
-            return file
-    pytest.skip(f"the package {package.replace('_', '-')}, which has {path}, is not installed")
-
-
-def spelled(token: bytes) -> str:
-    """As byte-level vocabularies do."""
-    return "".join(_SPELLED[byte] for byte in token)
 
 
 def of_sentencepiece(file: Path, prefix: bool = True) -> Vocabulary:
@@ -87,20 +72,10 @@ def of_ranks(ranks: dict[bytes, int], markers: dict[int, tuple[str, int]], pre: 
     """Of a vocabulary of bytes, and markers with their types, by id."""
     pieces = {number: spelled(token) for token, number in ranks.items()}
     pieces |= {number: text for number, (text, _) in markers.items()}
-    merges = [
-        f"{spelled(token[:cut])} {spelled(token[cut:])}"
-        for token in sorted(ranks, key=ranks.__getitem__)
-        for cut in range(1, len(token))
-        if token[:cut] in ranks and token[cut:] in ranks
-    ]
+    merges = [" ".join(pair) for pair in merges_by_rank(ranks)]
     types = [markers[number][1] if number in markers else NORMAL for number in range(len(pieces))]
     ordered = [pieces[number] for number in range(len(pieces))]
     return Vocabulary("gpt2", ordered, types, merges=merges, scalars={"pre": pre, **scalars})
-
-
-def tiktoken_ranks(file: Path) -> dict[bytes, int]:
-    lines = (line.split() for line in file.read_bytes().splitlines() if line)
-    return {base64.b64decode(token): int(rank) for token, rank in lines}
 
 
 def tekken_ranks(file: Path, count: int, first: int) -> tuple[dict[bytes, int], str]:
