@@ -106,9 +106,10 @@ class _Marks:
             ends[i] = mark.end()
             if i not in self._between:
                 found.add(i)
-            elif i not in found and (begin := ends.pop(i - 1, None)) is not None:
-                if _is_written(self._between[i], text[begin : mark.start()]):
-                    found.add(i)
+                continue
+            begin = ends.pop(i - 1, None)
+            if begin is not None and _is_written(self._between[i], text[begin : mark.start()]):
+                found.add(i)
         return found
 
     def marked(self, variables: dict[str, Any]) -> dict[str, Any]:

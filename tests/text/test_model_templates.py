@@ -161,7 +161,12 @@ def test_a_developer_that_the_template_does_not_show_is_the_system() -> None:
 def test_a_lost_message_without_calls_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     answers = ChatTemplate._answers
-    monkeypatch.setattr(ChatTemplate, "_answers", lambda self, some: asked.extend(some) or answers(self, some))
+
+    def noted(self: ChatTemplate, some: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        asked.extend(some)
+        return answers(self, some)
+
+    monkeypatch.setattr(ChatTemplate, "_answers", noted)
     template = ChatTemplate(MODEL_TEMPLATES["Qwen3"], MODEL_TEMPLATES["Qwen3"], SPECIAL_TOKENS)
     with pytest.raises(TokenizerError, match="chat message 3 has the role 'critic'"):
         text_of(template, [USER, {**CALLS, "content": None}, RESULT, CRITIC])

@@ -65,8 +65,13 @@ def test_it_is_a_text_and_a_mapping() -> None:
 
 def test_a_text_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A template asks for each value by its name."""
-    parsed = []
-    monkeypatch.setattr(said_arguments, "object_of", lambda text: parsed.append(text) or object_of(text))
+    parsed: list[str] = []
+
+    def noted(text: str) -> dict[str, Any]:
+        parsed.append(text)
+        return object_of(text)
+
+    monkeypatch.setattr(said_arguments, "object_of", noted)
     said = SaidArguments('{"a": 1, "b": "c')
     assert [said[name] for name in said] == [1, "c"]
     assert (said.get("a"), len(said), json.loads(json.dumps(said))) == (1, 2, str(said))

@@ -179,7 +179,7 @@ def test_each_name_and_each_text_of_arguments_is_looked_for(arguments: Any) -> N
         (list, False),
         (lambda known: list(known.values()), False),
         (lambda known: list(known.items())[:1], False),
-        (lambda known: [*known.keys(), list(known.values())[0]], False),
+        (lambda known: [*known.keys(), next(iter(known.values()))], False),
     ]
     for show, is_whole in shows:
         template = lambda variables: str(show(variables["messages"][0]["tool_calls"][0]["function"]["arguments"]))  # noqa: B023, E731
