@@ -236,7 +236,8 @@ def _otherwise(question: dict[str, Any], answer: Mapping[str, Any]) -> Iterator[
     is_refused = error in (template_process.FAILED, template_process.REFUSED)
     for_roles = any(message["role"] == "developer" for message in (messages if is_refused else lost))
     tried = [messages]
-    for roles in [{}] * for_calls + [_AS_SYSTEM] * for_roles:
+    renamed: list[dict[str, str]] = [{}] * for_calls + [_AS_SYSTEM] * for_roles
+    for roles in renamed:
         named = [{**message, "role": roles.get(message["role"], message["role"])} for message in messages]
         for as_text, content in _OF_CALLS if for_calls or is_refused else _OF_CALLS[:1]:
             changed = [_changed(message, content, as_text) for message in named]
