@@ -40,6 +40,9 @@ _WHAT = {
 _THINKING = "thinking"  # gpt-oss's name for reasoning_content
 _KNOWN = {"role", "content", "tool_calls", "reasoning_content", "tool_call_id", "name"}  # fields of messages
 
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
+_DEVELOPER = re.compile(r"""(["'])developer\1""")  # as templates compare roles, or write one
+
 # Behind a message that goes on. Its blank shows whether the template strips messages.
 _END_MARK = "[end of the message that 9c1f5e27 goes on] "
 
@@ -92,8 +95,8 @@ class ChatTemplate:
             except TokenizerError as error:
                 texts[place] = error
         answers = dict(zip(asked, self._answers(list(asked.values())), strict=True))
-        # Templates differ in what they take for a call's message without a content, and for arguments.
-        others = {place: _otherwise(asked[place]) for place, answer in answers.items() if _may_be_mended(answer)}
+        # Templates differ in what they take for a call's message without a content, for arguments and roles.
+        others = {place: _otherwise(asked[place], answer) for place, answer in answers.items()}
         while others:
             again = {place: question for place in others if (question := next(others[place], None)) is not None}
             for place, answer in zip(again, self._answers(list(again.values())), strict=True):
@@ -136,14 +139,15 @@ class ChatTemplate:
         is_of_gpt_oss = (
             self.holds("<|channel|>analysis") and self.holds(_THINKING) and not self.holds("reasoning_content")
         )
-        has_developers = self.uses("developer", with_tools=with_tools)
+        source = self._sources["with_tools" if with_tools else "plain"]
+        knows_developers = _DEVELOPER.search(_COMMENT.sub("", source)) is not None
         for place, given in enumerate(chat.messages):
             message: Message = given
             if not message.keys() <= _KNOWN:
                 used = [key for key in message if key in _KNOWN or self.uses(key, with_tools=with_tools)]
                 message = {key: message[key] for key in used}
-            if message["role"] == "developer" and not has_developers:
-                message = {**message, "role": "system"}  # OpenAI's newer name of it
+            if message["role"] == "developer" and not knows_developers:
+                message = {**message, "role": _AS_SYSTEM["developer"]}
             if is_of_gpt_oss:
                 message = _with_thinking(message)
             if chat.is_continued and place == len(chat.messages) - 1:
@@ -221,25 +225,30 @@ def _is_whole(answer: Mapping[str, Any]) -> bool:
     return "text" in answer and not answer["lost"]
 
 
-def _may_be_mended(answer: Mapping[str, Any]) -> bool:
-    return answer.get("error") == template_process.FAILED or bool(answer.get("lost"))
-
-
-def _otherwise(question: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The same with empty contents of calls where there are none, with none where they are empty, and with the
-    arguments as JSON.
+def _otherwise(question: dict[str, Any], answer: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The same otherwise, where that may mend the answer: with empty contents of calls where there are none, with
+    none where they are empty, and with the arguments as JSON; and all of these with developers as the system.
     """
     messages = question["variables"]["messages"]
+    error = answer.get("error")
+    lost = [messages[place] for kind, place, *_ in answer.get("lost", ()) if kind != "tool"]
+    for_calls = error == template_process.FAILED or any(message.get("tool_calls") for message in lost)
+    is_refused = error in (template_process.FAILED, template_process.REFUSED)
+    for_roles = any(message["role"] == "developer" for message in (messages if is_refused else lost))
     tried = [messages]
-    for as_text in (False, True):
-        for content in (_AS_IT_IS, "", None):
-            changed = [_changed(message, content, as_text) for message in messages]
+    renamed: list[dict[str, str]] = [{}] * for_calls + [_AS_SYSTEM] * for_roles
+    for roles in renamed:
+        named = [{**message, "role": roles.get(message["role"], message["role"])} for message in messages]
+        for as_text, content in _OF_CALLS if for_calls or is_refused else _OF_CALLS[:1]:
+            changed = [_changed(message, content, as_text) for message in named]
             if changed not in tried:
                 tried.append(changed)
                 yield {**question, "variables": {**question["variables"], "messages": changed}}
 
 
+_AS_SYSTEM = {"developer": "system"}  # OpenAI's newer name of it
 _AS_IT_IS = object()
+_OF_CALLS = [(as_text, content) for as_text in (False, True) for content in (_AS_IT_IS, "", None)]
 
 
 def _changed(message: Message, content: object, as_text: bool) -> Message:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
+from functools import cached_property
 from typing import Any
 
 UNNAMED = "arguments"  # names a text that is not even the beginning of an object
@@ -30,31 +31,30 @@ class SaidArguments(str):
     can have this one.
     """
 
-    __slots__ = ()
-
+    @cached_property  # as templates ask for each value by its name
     def _object(self) -> dict[str, Any]:
         return object_of(str(self))
 
     def __getitem__(self, key: Any) -> Any:
-        return self._object()[key] if isinstance(key, str) else super().__getitem__(key)
+        return self._object[key] if isinstance(key, str) else super().__getitem__(key)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._object())
+        return iter(self._object)
 
     def __len__(self) -> int:
-        return len(self._object())
+        return len(self._object)
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self._object().get(key, default)
+        return self._object.get(key, default)
 
     def items(self) -> ItemsView[str, Any]:
-        return self._object().items()
+        return self._object.items()
 
     def keys(self) -> KeysView[str]:
-        return self._object().keys()
+        return self._object.keys()
 
     def values(self) -> ValuesView[Any]:
-        return self._object().values()
+        return self._object.values()
 
 
 Mapping.register(SaidArguments)

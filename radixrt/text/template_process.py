@@ -30,7 +30,7 @@ def main(paths: list[str], seconds: float, max_bytes: int, max_characters: int) 
     sys.path[:] = paths  # those of the process that asks
     said = _beside("said_arguments").SaidArguments
     render = _renderer(json.loads(sys.stdin.buffer.readline()), max_characters, said)
-    answer = partial(_answer, said, _beside("traces").lost, _timed(render, seconds))
+    answer = partial(_answer, said, _beside("traces").lost, render, seconds)
     # What the process that asks ignores or blocks, this one would, too.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGPROF,))
@@ -56,8 +56,8 @@ def _serve(asked: IO[bytes], answers: IO[bytes], answer: Callable[[dict[str, Any
         answers.flush()
 
 
-def _answer(said: Any, lost: Any, render: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """The text of a chat, and what of it is lost, or the error."""
+def _answer(said: Any, lost: Any, render: Any, seconds: float, asked: dict[str, Any]) -> dict[str, Any]:
+    """The text of a chat, and what of it is lost, or the error: each in so many seconds of CPU time."""
     name, variables = asked["template"], asked["variables"]
     for message in variables["messages"]:
         for call in message.get("tool_calls") or ():
@@ -65,23 +65,15 @@ def _answer(said: Any, lost: Any, render: Any, asked: dict[str, Any]) -> dict[st
             if isinstance(function["arguments"], str):
                 function["arguments"] = said(function["arguments"])
     try:
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         given: dict[str, Any] = render(name, variables)
         if "text" in given:
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # for all renders of `lost` together
             given["lost"] = lost(variables, given["text"], lambda marked: render(name, marked).get("text"))
     except MemoryError:
         given = {"error": TOO_LARGE, "cause": ""}
     signal.setitimer(signal.ITIMER_PROF, 0)
     return given
-
-
-def _timed(render: Any, seconds: float) -> Any:
-    """A render that has so many seconds of CPU time; what follows it has the rest of them."""
-
-    def timed(name: str, variables: dict[str, Any]) -> Any:
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-        return render(name, variables)
-
-    return timed
 
 
 def _renderer(sources: Mapping[str, str], max_characters: int, said: type[str]) -> Any:

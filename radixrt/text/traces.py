@@ -2,7 +2,8 @@
 
 A content such as "yes" may be anywhere in a text. So each part gets a mark that nobody can have written, and the
 chat is rendered once more: a part whose marks do not come out has left no trace. Templates look for tags at the
-beginning and at the end of contents, so marks stand behind the first word and before the last one. Where a mark
+beginning and at the end of contents, so marks stand behind the first word and before the last one, and what is
+between them must come out, too. Of calls each name and each text of the arguments has a mark. Where a mark
 may have changed what a template does, the lost parts are marked alone, and in the end the text is searched. Long
 contents, each of which is in no other one, prove themselves: lists of single questions are rendered once.
 
@@ -15,6 +16,7 @@ The process that renders chat templates loads this file by itself: it imports no
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import secrets
@@ -27,6 +29,7 @@ Render = Callable[[dict[str, Any]], "str | None"]  # variables -> text, None whe
 _THOUGHTS = r"(?:[a-z]+:)?think(?:ing)?|thought|reasoning"
 _THOUGHTS_END = re.compile(rf"</(?:{_THOUGHTS})>|\[/THINK\]")
 _THOUGHTS_BEGIN = re.compile(rf"<(?:{_THOUGHTS})>|\[THINK\]")
+_SWITCH = re.compile(r"/(?:no_)?think\b|\s", re.IGNORECASE)  # with blanks: what templates take out of contents
 _FEW, _LONG = 4, 24  # messages; characters of a content
 _STEM = f"_{secrets.randbelow(10**16):016}"  # of marks, after which come their numbers
 _MARK = re.compile(rf"{_STEM}(\d+)_")
@@ -82,7 +85,7 @@ def _missing(
     text = render(marks.marked(variables))
     if text is None:
         return list(dict.fromkeys(marks.parts)), None
-    found = set(map(int, _MARK.findall(text)))
+    found = marks.found(text)
     return list(dict.fromkeys(part for i, part in enumerate(marks.parts) if i not in found)), text
 
 
@@ -92,6 +95,22 @@ class _Marks:
     def __init__(self, only: Collection[Part] | None) -> None:
         self.parts: list[Part] = []
         self._only = only
+        self._between: dict[int, str] = {}  # a mark, and what stands between the mark before it and this one
+
+    def found(self, text: str) -> set[int]:
+        """The marks in a text: of two of one content the second only if all between them is there."""
+        found: set[int] = set()
+        ends: dict[int, int] = {}
+        for mark in _MARK.finditer(text):
+            i = int(mark[1])
+            ends[i] = mark.end()
+            if i not in self._between:
+                found.add(i)
+                continue
+            begin = ends.pop(i - 1, None)
+            if begin is not None and _is_written(self._between[i], text[begin : mark.start()]):
+                found.add(i)
+        return found
 
     def marked(self, variables: dict[str, Any]) -> dict[str, Any]:
         """A copy whose parts have marks."""
@@ -124,8 +143,9 @@ class _Marks:
             return content[:end] + self._new(part) + content[end:]
         begin = first + len(words[0])
         last = end - len(content[first:end].rsplit(maxsplit=1)[1])
-        marked = content[:begin] + self._new(part) + content[begin:last]
-        return marked + self._new(part) + content[last:]
+        marked = content[:begin] + self._new(part) + content[begin:last] + self._new(part) + content[last:]
+        self._between[len(self.parts) - 1] = content[begin:last]
+        return marked
 
     def _call(self, part: Part, call: dict[str, Any]) -> dict[str, Any]:
         if not self._wants(part):
@@ -133,17 +153,28 @@ class _Marks:
         function = call["function"]
         arguments = function["arguments"]
         if isinstance(arguments, str) and len(arguments):  # as many as it has names
-            name = f'"{next(iter(arguments))}"'
-            at = arguments.find(name) + len(name) - 1 if name in arguments else len(str(arguments))
-            marked = type(arguments)(str(arguments)[:at] + self._new(part) + str(arguments)[at:])
-            return {**call, "function": {**function, "arguments": marked}}
+            return {**call, "function": {**function, "arguments": self._text(part, arguments)}}
         if isinstance(arguments, dict) and arguments:
-            (name, value), *others = arguments.items()
-            arguments = {name + self._new(part): value, **dict(others)}
-            return {**call, "function": {**function, "arguments": arguments}}
+            marked = {
+                name + self._new(part): value + self._new(part) if isinstance(value, str) and value else value
+                for name, value in arguments.items()
+            }
+            return {**call, "function": {**function, "arguments": marked}}
         if function["name"] in str(call.get("id")):  # some templates write that in place of the name
             return call
         return {**call, "function": {**function, "name": function["name"] + self._new(part)}}
+
+    def _text(self, part: Part, arguments: Any) -> Any:
+        """Arguments that are a text, with marks behind names and values, or at the end if it has none of them."""
+        text, pieces, at = str(arguments), [], 0
+        for one in (one for item in arguments.items() for one in item if isinstance(one, str) and one):
+            for spelled in _spellings(one):
+                if (begin := text.find(f'"{spelled}', at)) >= 0:
+                    end = begin + 1 + len(spelled)
+                    pieces += [text[at:end], self._new(part)]
+                    at = end
+                    break
+        return type(arguments)("".join([*pieces, text[at:], "" if pieces else self._new(part)]))
 
     def _tool(self, k: int, tool: dict[str, Any]) -> dict[str, Any]:
         part, function = ("tool", k), tool.get("function")
@@ -177,14 +208,28 @@ class _Search:
         return all(map(self._has, filter(None, values or [function["name"]])))
 
     def _has(self, wanted: str) -> bool:
-        escaped = json.dumps(wanted, ensure_ascii=False)[1:-1]
-        for one in dict.fromkeys((wanted, escaped, json.dumps(wanted)[1:-1])):
+        for one in _spellings(wanted):
             at = self._text.find(one, self._at)
             at = self._text.find(one) if at < 0 else at
             if at >= 0:
                 self._at = at
                 return True
         return False
+
+
+def _spellings(text: str) -> list[str]:
+    """A text as it is, and as in JSON."""
+    return list(dict.fromkeys((text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1])))
+
+
+def _is_written(given: str, written: str) -> bool:
+    """Whether `written` is what was given: as it is, in other letters, or escaped."""
+    known = {_folded(one) for one in (*_spellings(given), repr(given)[1:-1])}
+    return _folded(written) in known or _folded(html.unescape(written)) in known
+
+
+def _folded(text: str) -> str:
+    return _SWITCH.sub("", text).casefold()
 
 
 def _spelled(value: Any) -> str:

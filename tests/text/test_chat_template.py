@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from radixrt.errors import TokenizerError
-from radixrt.text import chat_template
+from radixrt.text import chat_template, template_process
 from radixrt.text.chat import Chat
 from radixrt.text.chat_template import ChatTemplate
+from radixrt.text.said_arguments import SaidArguments
 from radixrt.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support.chat_templates import GPT_OSS
 from tests.support.small_tokenizers import CHATML, HARMONY, chat_tokenizer
@@ -244,6 +246,19 @@ def test_a_template_without_end(tmp_path: Path, name: str) -> None:
     with pytest.raises(TokenizerError, match="the chat template takes more than 10 seconds for these messages"):
         tokenizer.chat_text(CHAT[1:])
     assert tokenizer.chat_text(CHAT).startswith("done"), "other messages are taken as ever"
+
+
+def test_the_limit_of_time_is_for_all_renders_of_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a chat takes at most twice as long."""
+    timers: list[float] = []
+    monkeypatch.setattr(signal, "setitimer", lambda which, seconds: timers.append(seconds))
+
+    def lost(variables: dict[str, Any], text: str, render: Callable[[Any], object]) -> list[Any]:
+        return [render(variables) for _ in range(5)]
+
+    asked = {"template": "plain", "variables": {"messages": []}}
+    answer = template_process._answer(SaidArguments, lost, lambda name, variables: {"text": "a"}, 7, asked)
+    assert (answer, timers) == ({"text": "a", "lost": ["a"] * 5}, [7, 7, 0])
 
 
 @pytest.mark.usefixtures("low_limits")

@@ -140,8 +140,37 @@ def test_a_developer_is_the_system_unless_the_template_knows_him(templates: dict
         assert same, name
     source = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
     assert text_of(ChatTemplate(source, source, {}), [developer]) == "systemBe brief."
-    source = "{# developer #}" + source
+    for unknown in ("{# 'developer' #}", "{% set who = 'a developer' %}"):
+        assert text_of(ChatTemplate(unknown + source, unknown + source, {}), [developer]) == "systemBe brief."
+    source = "{% if 'developer' %}" + source + "{% endif %}"
     assert text_of(ChatTemplate(source, source, {}), [developer]) == "developerBe brief."
+
+
+def test_a_developer_that_the_template_does_not_show_is_the_system() -> None:
+    """Whatever else it has that word for; where it leaves him out, raises, or fails, also beside a call."""
+    begin = "{% set who = 'developer' %}{% for m in messages %}{% if m.role in ('user', 'assistant', 'system') %}"
+    shown = "{{ m.role }}{{ '' + m.content }}{{ m.tool_calls[0].function.name if m.tool_calls }}"
+    for other in ("", "{% else %}{{ raise_exception('who?') }}", "{% else %}{{ 1 / 0 }}"):
+        source = begin + shown + other + "{% endif %}{% endfor %}"
+        template = ChatTemplate(source, source, {})
+        assert text_of(template, [{**SYSTEM, "role": "developer"}, USER]) == "systemBe brief.useryes"
+        called = [{**SYSTEM, "role": "developer"}, {**CALLS, "content": None, "tool_calls": [call(1, "{}")]}]
+        assert text_of(template, called) == "systemBe brief.assistantweather"
+
+
+def test_a_lost_message_without_calls_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    answers = ChatTemplate._answers
+
+    def noted(self: ChatTemplate, some: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        asked.extend(some)
+        return answers(self, some)
+
+    monkeypatch.setattr(ChatTemplate, "_answers", noted)
+    template = ChatTemplate(MODEL_TEMPLATES["Qwen3"], MODEL_TEMPLATES["Qwen3"], SPECIAL_TOKENS)
+    with pytest.raises(TokenizerError, match="chat message 3 has the role 'critic'"):
+        text_of(template, [USER, {**CALLS, "content": None}, RESULT, CRITIC])
+    assert len(asked) == 1
 
 
 CRITIC = {"role": "critic", "content": "yes"}

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from radixrt.text import said_arguments
 from radixrt.text.said_arguments import SaidArguments, object_of
 
 OBJECTS: list[tuple[str, dict[str, Any]]] = [
@@ -60,6 +61,21 @@ def test_it_is_a_text_and_a_mapping() -> None:
         1,
     )
     assert (said["city"], said.get("city"), said.get("a", 3), said[1:-1]) == ("Os", "Os", 3, '"city": "O')
+
+
+def test_a_text_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template asks for each value by its name."""
+    parsed: list[str] = []
+
+    def noted(text: str) -> dict[str, Any]:
+        parsed.append(text)
+        return object_of(text)
+
+    monkeypatch.setattr(said_arguments, "object_of", noted)
+    said = SaidArguments('{"a": 1, "b": "c')
+    assert [said[name] for name in said] == [1, "c"]
+    assert (said.get("a"), len(said), json.loads(json.dumps(said))) == (1, 2, str(said))
+    assert len(parsed) == 1
 
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=6)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import html
+import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from radixrt.text.said_arguments import SaidArguments
 from radixrt.text.traces import Part, lost, told
 
 Template = Callable[[dict[str, Any]], "str | None"]
@@ -63,12 +66,14 @@ def test_long_contents_prove_themselves() -> None:
         lambda content: content[: len(content) // 2],
         lambda content: content[len(content) // 2 :],
         lambda content: content.split("\n")[-1],
+        lambda content: "\n".join(content.split("\n")[:: content.count("\n")]),
+        lambda content: content.replace("four", ""),
         lambda content: "",
     ],
 )
 def test_a_content_that_is_cut_is_lost(cut: Callable[[str], str]) -> None:
     template = lambda variables: "".join(cut(m["content"]) for m in variables["messages"])  # noqa: E731
-    assert lost_by(template, said("one two three\nfour five six")) == [("message", 0)]
+    assert lost_by(template, said("one two three\nfour five six\nseven eight nine")) == [("message", 0)]
 
 
 @pytest.mark.parametrize(
@@ -78,12 +83,21 @@ def test_a_content_that_is_cut_is_lost(cut: Callable[[str], str]) -> None:
         str.upper,
         lambda content: content.replace("/no_think", ""),
         lambda content: repr(content)[1:-1],
+        lambda content: json.dumps(content),
+        html.escape,
+        lambda content: f"{content[:3]} and {content}, so {content}",
         lambda content: " ".join(content.split()),
     ],
 )
 def test_a_content_that_is_written_otherwise_is_there(change: Callable[[str], str]) -> None:
     template = lambda variables: "".join(change(m["content"]) for m in variables["messages"])  # noqa: E731
-    for content in ("  Be  brief. /no_think\n", "/no_think", "å", "<tool_response>\na\n</tool_response>"):
+    for content in (
+        "  Be  brief. /no_think\n",
+        "/no_think",
+        "å",
+        "a /no_think 'b' & \"å\"\nc d",
+        "<tool_response>\na\n</tool_response>",
+    ):
         assert lost_by(template, said(content)) == []
 
 
@@ -145,3 +159,28 @@ def test_calls_and_tools() -> None:
     assert lost_by(names, message) == [("call", 0, 0), ("call", 0, 1)]
     ids = lambda variables: str([c.get("id") for c in variables["messages"][0]["tool_calls"]])  # noqa: E731
     assert lost_by(ids, said("", "assistant", tool_calls=[call({}, id="functions.f:0")])) == []
+
+
+ARGUMENTS = [
+    {"city": "Oslo", "day": "now", "n": 1},
+    '{"city": "Oslo", "day": "no',
+    '{"a": "\\u00e5\\n", "b": "c"}',
+]
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+def test_each_name_and_each_text_of_arguments_is_looked_for(arguments: Any) -> None:
+    if isinstance(arguments, str):
+        arguments = SaidArguments(arguments)
+    message = said("", "assistant", tool_calls=[call(arguments)])
+    shows: list[tuple[Callable[[Any], object], bool]] = [
+        (lambda known: str(known), True),
+        (lambda known: list(known.items()), True),
+        (list, False),
+        (lambda known: list(known.values()), False),
+        (lambda known: list(known.items())[:1], False),
+        (lambda known: [*known.keys(), next(iter(known.values()))], False),
+    ]
+    for show, is_whole in shows:
+        template = lambda variables: str(show(variables["messages"][0]["tool_calls"][0]["function"]["arguments"]))  # noqa: B023, E731
+        assert lost_by(template, message) == ([] if is_whole else [("call", 0, 0)])
