@@ -1,7 +1,5 @@
 """A tokenizer's JSON, made over for forms: any text is spelled by ordinary tokens that the model can draw."""
 
-# Tests: tests/forms/test_spelling.py
-
 from __future__ import annotations
 
 import json

@@ -1,7 +1,5 @@
 """The grammar of an answer that must call, or that calls or has a form, in the syntax that a model was taught."""
 
-# Tests: tests/parsers/test_forcing.py
-
 from __future__ import annotations
 
 import json

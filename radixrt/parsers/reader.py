@@ -154,7 +154,6 @@ class AnswerReader:
             yield from _CALLS[parser](self._source, tools)
 
 
-
 def _call_left_open(parts: list[Part]) -> list[Part]:
     """The last call of some parts, if it has no end and nothing but a part of that follows it."""
     names = [place for place, part in enumerate(parts) if part.kind is Kind.NAME]

@@ -149,9 +149,7 @@ class _Streamed:
             events += self.event("", finish_reason=finish_reason(ended, self._deltas.has_called))
         return events
 
-    def _taken_apart(
-        self, chunk: StreamChunk, tokens: tuple[TokenLogprob, ...] | None, has_ended: bool
-    ) -> bytes:
+    def _taken_apart(self, chunk: StreamChunk, tokens: tuple[TokenLogprob, ...] | None, has_ended: bool) -> bytes:
         """With what more of its text tells in a chat's terms, and log-probabilities."""
         text = chunk.text
         if self._reader is None:

@@ -3,8 +3,6 @@
 The process that renders chat templates loads this file by itself: it imports nothing of radixrt.
 """
 
-# Tests: tests/text/test_said_arguments.py
-
 from __future__ import annotations
 
 import json

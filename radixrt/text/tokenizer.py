@@ -321,6 +321,7 @@ def _converted(folder: Path, config: TokenizerConfig) -> Tokenizer:
         raise TokenizerError(f"transformers makes a {type(own).__name__} of it, which has no tokenizer.json")
     codec = JsonCodec(Backend.from_str(own.backend_tokenizer.to_str()))
     if codec.keeps_bytes:
-        check_round_trip(codec.decode(codec.encode([PROBE])[0], False))
+        text = PROBE.replace("▁", "_")  # some spell a blank so
+        check_round_trip(codec.decode(codec.encode([text])[0], False), text)
     names = {name: str(token) for name, token in own.special_tokens_map.items() if not isinstance(token, list)}
     return _with_special_tokens(codec, codec.lead(), replace(config, named={**names, **config.named}))

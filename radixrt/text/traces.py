@@ -12,8 +12,6 @@ Thoughts are not looked for: templates leave out those of earlier messages on pu
 The process that renders chat templates loads this file by itself: it imports nothing of radixrt.
 """
 
-# Tests: tests/text/test_traces.py
-
 from __future__ import annotations
 
 import html
