@@ -474,7 +474,8 @@ class Runtime:
         from radixrt.batch.job import run_batch  # rich, for its report, takes a tenth of a second to import
 
         given = options.get("default_params")
-        options.setdefault("chat_max_tokens", chosen_length(given, self.default_params))
+        if options.get("chat_max_tokens") is None:
+            options["chat_max_tokens"] = chosen_length(given, self.default_params)
         options["default_params"] = read_params(given, self.default_params)
         return run_batch(self, input_path, output_path, **options)
 

@@ -202,7 +202,8 @@ class ReplicaGroup:
         from radixrt.batch.job import run_batch
 
         given = options.get("default_params")
-        options.setdefault("chat_max_tokens", chosen_length(given, self.default_params))
+        if options.get("chat_max_tokens") is None:
+            options["chat_max_tokens"] = chosen_length(given, self.default_params)
         options["default_params"] = read_params(given, self.default_params)
         self._check_open()
         with self._only_call():

@@ -300,6 +300,9 @@ def _sentencepiece(file: Path, config: TokenizerConfig) -> tuple[Codec, tuple[in
     added: dict[int, AddedToken] = {}
     if config.exists:
         special = {i for i, piece in enumerate(model.pieces) if i in model.special or piece in config.special}
+        known = {*model.pieces, *(token.content for token in config.added.values())}
+        for content in config.special - known:
+            _log.info("tokenizer_config.json names %r, which is no token of %s", content, file.name)
         for i, token in config.added.items():
             has_other = i in model.ordinary_ids and model.pieces[i] != token.content
             if has_other or model.ids.get(token.content, i) != i:

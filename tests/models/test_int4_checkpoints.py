@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -133,19 +133,27 @@ def test_layers_that_a_checkpoint_leaves_as_they_are(tmp_path: Path, holding: di
         assert torch.equal(numbers_of(ours), theirs.values)
 
 
+@pytest.fixture
+def on_cpu() -> Iterator[None]:
+    """Also after tests whose default device is another."""
+    before = torch.get_default_device()
+    torch.set_default_device("cpu")
+    yield
+    torch.set_default_device(before)
+
+
 @pytest.mark.parametrize("named", [["self_attn"], ["gate"], ["k_proj", "layers.1."], ["model.layers.0"], None])
+@pytest.mark.usefixtures("on_cpu")
 def test_lists_of_names_that_others_match_otherwise(named: list[str] | None, tmp_path: Path) -> None:
     """AutoAWQ leaves what contains a name, transformers what begins or ends with one: what is stored decides."""
     left = ["model.layers.0.self_attn.k_proj", "model.layers.1.mlp.gate_proj", "model.layers.1.self_attn.o_proj"]
-    with torch.device("cpu"):
-        reference = write(llama(), tmp_path, Words.AWQ, modules_to_not_convert=left)
+    reference = write(llama(), tmp_path, Words.AWQ, modules_to_not_convert=left)
     file = tmp_path / "config.json"
     told = awq_config(modules_to_not_convert=named)
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": told}))
-    with torch.device("cpu"):
-        model, config = load_model(tmp_path)
-        ids = prompt(9, 1)
-        assert_close(Session(model, config).run((1, ids, 0))[0], dense(reference, ids), atol=1e-4)
+    model, config = load_model(tmp_path)
+    ids = prompt(9, 1)
+    assert_close(Session(model, config).run((1, ids, 0))[0], dense(reference, ids), atol=1e-4)
 
 
 def test_random_weights(tmp_path: Path, holding: dict[str, Any]) -> None:
