@@ -107,6 +107,13 @@ def test_too_long_a_context_is_told_by_openais_code(url: str, body: dict[str, An
     assert caught.value.code == "context_length_exceeded"
 
 
+def long_chat(runtime: Runtime) -> list[dict[str, str]]:
+    """Which leaves an answer little of the context."""
+    assert runtime.tokenizer is not None
+    each = len(runtime.tokenizer.encode(QUESTIONS[0], add_special_tokens=False))
+    return [{"role": "user", "content": QUESTIONS[0] * ((runtime.context_length - 180) // each)}]
+
+
 def test_chats_without_a_maximum_have_the_rest_of_the_context(serving: Serving, runtime: Runtime) -> None:
     def tokens(at: str, url: str, **body: Any) -> tuple[int, int]:
         usage = httpx.post(f"{at}{url}", json={"ignore_eos": True, "temperature": 0, **body}, timeout=120).json()[
@@ -115,7 +122,9 @@ def test_chats_without_a_maximum_have_the_rest_of_the_context(serving: Serving, 
         return usage["completion_tokens"], usage["total_tokens"]
 
     plain, limited = serving(), serving(Server(runtime, "built-in", chat_max_tokens=5))
-    assert tokens(plain, CHAT, messages=[USER])[1] == runtime.context_length
+    rest, total = tokens(plain, CHAT, messages=long_chat(runtime))
+    assert total == runtime.context_length
+    assert rest > 128
     assert tokens(plain, COMPLETIONS, prompt="Oslo?")[0] == 128
     assert tokens(limited, CHAT, messages=[USER])[0] == 5
     assert tokens(limited, COMPLETIONS, prompt="Oslo?")[0] == 128
@@ -124,7 +133,7 @@ def test_chats_without_a_maximum_have_the_rest_of_the_context(serving: Serving, 
 
 
 def test_chats_of_a_batch_have_the_rest_of_the_context(tmp_path: Path, runtime: Runtime) -> None:
-    body = {"messages": [USER], "ignore_eos": True, "temperature": 0}
+    body = {"messages": long_chat(runtime), "ignore_eos": True, "temperature": 0}
     lines = [{"custom_id": "a", "method": "POST", "url": CHAT, "body": body}]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
     for number, (options, most) in enumerate(
