@@ -30,7 +30,7 @@ _FILLER = "<SPECIAL_{}>"
 
 
 def read_tekken(file: Path) -> JsonCodec:
-    """The tokenizer that a tekken.json describes, which texts' special tokens are added to.
+    """The tokenizer that a tekken.json describes, with its special tokens.
 
     Raises TokenizerError, and KeyError, TypeError or ValueError for what is no such file.
     """
