@@ -19,6 +19,7 @@ from radixrt.cli.exit_status import DONE, RESUMABLE
 from radixrt.sampling_params import SamplingParams
 from tests.batch.test_signals import records_kept
 from tests.ranks.test_ranks import runtime
+from tests.support.processes import command_line
 
 COUNT = 60
 ASKED = {"temperature": 0.8, "seed": 3, "max_new_tokens": 12, "ignore_eos": True}
@@ -55,7 +56,7 @@ def test_killed_and_resumed(killed: str, seed: int, tmp_path: Path) -> None:
         assert time.monotonic() < deadline, "it hangs"
         time.sleep(0.01)
     children = psutil.Process(process.pid).children(recursive=True)
-    (rank,) = (child for child in children if "radixrt.ranks.follower" in child.cmdline())
+    (rank,) = (child for child in children if "radixrt.ranks.follower" in command_line(child))
     os.kill(process.pid if killed == "rank 0" else rank.pid, signal.SIGKILL)
     assert process.wait(20) == (-signal.SIGKILL if killed == "rank 0" else RESUMABLE)
     check_gone(children, time.monotonic() + 20)

@@ -24,6 +24,7 @@ from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
 from radixrt.workers.channel import Message
 from tests.support.forked_processes import running
+from tests.support.processes import children_that_run
 
 LINES = [f"Mira likes Oslo.\nQ: {what}?\nA:" for what in ("Mira likes", "Who likes Oslo", "What is Oslo")]
 PARAMS = [
@@ -45,11 +46,7 @@ def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[tuple[int, ...]]]:
 
 def ranks_of_this_process() -> list[psutil.Process]:
     """Those that run."""
-    found = [
-        child
-        for child in psutil.Process().children(recursive=True)
-        if followers.PROGRAM in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE
-    ]
+    found = children_that_run(followers.PROGRAM)
     for pid in running(followers.PROGRAM):
         with suppress(psutil.NoSuchProcess):
             found.append(psutil.Process(pid))

@@ -39,6 +39,7 @@ from radixrt.server.writers.records import (
 from radixrt.server.writers.writers import StreamWriters
 from radixrt.text.builder import Detokenizer
 from radixrt.text.plain_tokenizer import plain_tokenizer
+from tests.support.processes import children_that_run
 from tests.support.serving import GREEDY, LONG, QUESTIONS, Served, Serving, until
 
 STREAM = {**GREEDY, "stream": True}
@@ -368,9 +369,7 @@ def test_stop_strings_are_looked_for_by_the_server(
 def test_when_the_server_ends(ends: str, tmp_path: Path) -> None:
     """At SIGTERM streams are written to their ends. Its processes end with it in any case."""
     with Served(tmp_path, "--stream-writers", "1") as served:
-        (writer,) = [
-            one for one in psutil.Process(served.process.pid).children() if "writers.process" in str(one.cmdline())
-        ]
+        (writer,) = children_that_run("writers.process", psutil.Process(served.process.pid))
         body = {**LONG, "stream": True, "max_tokens": 300}
         with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as response:
             lines = response.iter_lines()
