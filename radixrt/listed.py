@@ -14,8 +14,8 @@ from radixrt.frontend.arguments import OnError, Params, Prompt, one_each, own_id
 from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.output import RequestOutput
 from radixrt.planning.demands import Demands
-from radixrt.planning.prefix_order import prefix_order
 from radixrt.planning.token_store import TokenStore
+from radixrt.prefixes.order import prefix_order
 from radixrt.processors import usable_processors
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.request import LateRequests, Request

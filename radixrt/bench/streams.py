@@ -17,6 +17,7 @@ from radixrt.planning.simulated import ConstantRunner, simulated_parts
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.passes import Pass, PassResult
+from radixrt.text.cuts import Cuts, NoCuts
 from radixrt.text.tokenizer import Tokenizer
 
 STREAMS = (1, 4, 16, 64, 256)
@@ -111,6 +112,9 @@ class Letters:
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         return [list(text.encode("latin-1")) for text in texts]
+
+    def cuts(self) -> Cuts:
+        raise NoCuts("texts are short")
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         return bytes(ids).decode("latin-1")

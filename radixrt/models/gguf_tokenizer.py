@@ -29,7 +29,7 @@ from tokenizers import (
 from radixrt.errors import ModelError, TokenizerError
 from radixrt.models.gguf_header import Header
 from radixrt.models.gguf_splits import SPLITS
-from radixrt.text.codec import AddedToken
+from radixrt.text.added_token import AddedToken
 from radixrt.text.probe import BEGINNINGS, PROBE, check_round_trip, check_same
 
 # Types of tokens; all others are normal.

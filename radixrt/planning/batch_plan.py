@@ -14,12 +14,12 @@ from radixrt.limits import RunLimits
 from radixrt.planning.cache_model import ModelledRun, model_run
 from radixrt.planning.demands import Demands
 from radixrt.planning.hints import Hint, find_hints
-from radixrt.planning.prefix_order import PrefixOrder, prefix_order
-from radixrt.planning.prefix_tree import PrefixTree, prefix_tree
 from radixrt.planning.rehearsal import rehearse
 from radixrt.planning.run_order import RunOrder, run_order
 from radixrt.planning.token_store import TokenStore
 from radixrt.planning.work import Work, expected_work
+from radixrt.prefixes.order import PrefixOrder, prefix_order
+from radixrt.prefixes.tree import PrefixTree, prefix_tree
 from radixrt.workloads.bound import DeviceSpeed, ModelShape
 from radixrt.workloads.statistics import TokenStatistics
 

@@ -28,8 +28,8 @@ from radixrt.hit_rate import CountsHits
 from radixrt.limits import RunLimits
 from radixrt.planning.demands import Demands
 from radixrt.planning.kept_states import KeptStates
-from radixrt.planning.prefix_order import PrefixOrder
-from radixrt.planning.prefix_tree import PrefixTree
+from radixrt.prefixes.order import PrefixOrder
+from radixrt.prefixes.tree import PrefixTree
 
 UNTIL_PUBLISHED = 2  # passes from the one that computes a prefix to the first that can admit requests with it
 UNTIL_FREE = 3  # passes from a request's last one to the first that can use its memory: one is planned ahead

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from radixrt.arrays import BoolArray, Int64Array
-from radixrt.planning.prefix_order import PrefixOrder, prefix_order
-from radixrt.planning.prefix_tree import PrefixTree, prefix_tree
 from radixrt.planning.token_store import TokenStore
+from radixrt.prefixes.order import PrefixOrder, prefix_order
+from radixrt.prefixes.tree import PrefixTree, prefix_tree
 
 RUN = 16  # length of the run of tokens that prompts have in common
 REACH = 48  # tokens that may differ before it

@@ -8,7 +8,7 @@ the order of a node's children does not matter. They are sorted by the longest a
 the last prompts have short answers, and the end of a run does not wait for a few long ones.
 """
 
-# Tests: tests/planning/test_prefix_order.py
+# Tests: tests/prefixes/test_prefixes.py
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import numpy as np
 
 from radixrt.arrays import Int32Array, Int64Array
 from radixrt.planning.demands import Demands
-from radixrt.planning.prefix_order import PrefixOrder
-from radixrt.planning.prefix_tree import PrefixTree
+from radixrt.prefixes.order import PrefixOrder
+from radixrt.prefixes.tree import PrefixTree
 
 
 @dataclass(frozen=True)

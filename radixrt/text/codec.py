@@ -5,13 +5,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from itertools import chain, groupby
 from typing import Any, Protocol
 
 import regex
+
+from radixrt.text.added_token import AddedToken
+from radixrt.text.cuts import BLANK, Cuts, NoCuts, divided_by_vocabulary
+from radixrt.text.json_cuts import json_cuts
 
 MAX_PIECE = 1024  # characters or bytes of a token
 MAX_SIZE = 2**22  # ids of a vocabulary are below; the largest ones have a tenth of it
@@ -47,6 +50,9 @@ class Codec(Protocol):
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """The ids of each text, on threads. Raises whatever the library raises."""
+
+    def cuts(self) -> Cuts:
+        """Where texts may be cut. Raises NoCuts where that cannot be told."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         """The text of ids from 0 to `size` - 1; bytes that are not UTF-8 as U+FFFD."""
@@ -90,6 +96,9 @@ class JsonCodec:
     def encode(self, texts: list[str]) -> list[list[int]]:
         with panics_caught():
             return [one.ids for one in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def cuts(self) -> Cuts:
+        return json_cuts(self._backend)
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         with panics_caught():
@@ -142,32 +151,9 @@ class JsonCodec:
         raise ValueError("it encodes none of its own tokens")
 
 
-@dataclass(frozen=True)
-class AddedToken:
-    """A token that texts are searched for before anything else.
-
-    Attributes:
-        content: its text.
-        special: whether texts without special tokens leave it out.
-        lstrip, rstrip: whether it takes the blanks before it, or after it.
-        single_word: whether it must not be part of a word.
-        normalized: whether the text is searched for it after its normalisation.
-    """
-
-    content: str
-    special: bool
-    lstrip: bool = False
-    rstrip: bool = False
-    single_word: bool = False
-    normalized: bool = False
-
-
 def _is_in_word(text: str, start: int, end: int) -> bool:
     before, after = text[start - 1 : start] if start else "", text[end : end + 1]
     return any(letter.isalnum() or letter == "_" for letter in before + after)
-
-
-FLAGS = tuple(field.name for field in fields(AddedToken) if field.name != "content")
 
 
 class SentencePieceModel:
@@ -185,6 +171,7 @@ class SentencePieceModel:
         except DecodeError as error:
             raise ValueError(f"it is no sentencepiece model: {error}") from error
         kinds = self._proto.SentencePiece
+        self._puts_blank = bool(self._proto.normalizer_spec.add_dummy_prefix)  # before a text
         self.pieces: list[str] = [each.piece for each in self._proto.pieces]
         self.ids = {piece: i for i, piece in enumerate(self.pieces)}
         types = [each.type for each in self._proto.pieces]
@@ -192,6 +179,7 @@ class SentencePieceModel:
             i: self.pieces[i] for i, kind in enumerate(types) if kind in (kinds.CONTROL, kinds.UNKNOWN)
         }
         self.byte_ids = frozenset(i for i, kind in enumerate(types) if kind == kinds.BYTE)
+        self.user_defined = {self.pieces[i] for i, kind in enumerate(types) if kind == kinds.USER_DEFINED}
         self.ordinary_ids = frozenset(i for i, kind in enumerate(types) if kind in (kinds.NORMAL, kinds.BYTE))
 
     @property
@@ -201,12 +189,31 @@ class SentencePieceModel:
         ids = {"bos_token": spec.bos_id, "eos_token": spec.eos_id}
         return {name: self.special[i] for name, i in ids.items() if i in self.special}
 
+    def cuts(self, added: Iterable[AddedToken]) -> Cuts:
+        """Where texts may be cut, if they spell out `added` tokens. Raises NoCuts."""
+        model, normalizer = self._proto.trainer_spec, self._proto.normalizer_spec
+        if model.model_type != model.BPE:
+            raise NoCuts("a sentencepiece model of this type looks at the whole text")
+        has_other_blanks = not normalizer.escape_whitespaces or model.treat_whitespace_as_suffix
+        if normalizer.precompiled_charsmap or has_other_blanks:
+            raise NoCuts("a sentencepiece model that changes more than blanks looks at the whole text")
+        if normalizer.remove_extra_whitespaces and not self._puts_blank:
+            raise NoCuts("a sentencepiece model that removes the blanks before a text looks at the whole text")
+        own = [AddedToken(piece, False) for piece in self.user_defined]
+        steps = [divided_by_vocabulary(self.pieces)]
+        return Cuts(_with_blanks, steps, [*own, *added], drops_blank=self._puts_blank)
+
     def processor(self, *, add_dummy_prefix: bool = True) -> Any:
         """What encodes with it; texts do not begin with a blank without `add_dummy_prefix`, even if it says so."""
         from sentencepiece import SentencePieceProcessor
 
         self._proto.normalizer_spec.add_dummy_prefix &= add_dummy_prefix
         return SentencePieceProcessor(model_proto=self._proto.SerializeToString())
+
+
+def _with_blanks(before: str, after: str) -> tuple[str, str]:
+    """Two neighbours as sentencepiece has them."""
+    return before.replace(" ", BLANK), after.replace(" ", BLANK)
 
 
 class SentencePieceCodec:
@@ -238,6 +245,9 @@ class SentencePieceCodec:
             whole: list[list[int]] = self._first.encode(texts)
             return whole
         return [self._encode(text) for text in texts]
+
+    def cuts(self) -> Cuts:
+        return self._model.cuts(self._added.values())
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = []

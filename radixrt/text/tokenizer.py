@@ -6,8 +6,10 @@ import hashlib
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,14 @@ from numpy.typing import NDArray
 from radixrt.arrays import Int32Array
 from radixrt.errors import TokenizerError
 from radixrt.files.model_files import unusable_file
+from radixrt.text.added_token import AddedToken
 from radixrt.text.chat import Chat, Message, check_unicode, checked_kwargs
 from radixrt.text.chat_template import ChatTemplate
-from radixrt.text.codec import AddedToken, Codec, JsonCodec, SentencePieceCodec, SentencePieceModel
+from radixrt.text.codec import Codec, JsonCodec, SentencePieceCodec, SentencePieceModel
+from radixrt.text.cuts import Cuts, NoCuts
 from radixrt.text.probe import PROBE, check_round_trip
 from radixrt.text.tekken import BOS, EOS, read_tekken
+from radixrt.text.text_tree import TextTree
 from radixrt.text.tokenizer_config import TokenizerConfig
 from radixrt.text.tokenizer_json import read_tokenizer_json
 
@@ -76,15 +81,33 @@ class Tokenizer:
         return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[Int32Array]:
-        """`encode` each text on the tokenizer's threads; errors name the text's place in the list too."""
+        """`encode` each text on the tokenizer's threads, what several begin with once.
+
+        Errors name the text's place in the list, too.
+        """
         for place, text in enumerate(texts):
             check_unicode(f"text {place}" if len(texts) > 1 else "the text", text)
-        if not texts:
-            return []
         lead = list(self.lead) if add_special_tokens else []
+        if len(texts) > 1 and self._cuts is not None:
+            tree = TextTree(texts, self._cuts)
+            with suppress(Exception):  # the package tokenizers raises nothing narrower; what it was is told below
+                found = chain.from_iterable(tree.encoded(self.codec.encode, lead))
+                by_number = dict(zip(tree.order, found, strict=True))
+                return [by_number[number] for number in range(len(texts))]
         return [np.array(lead + ids, dtype=np.int32) for ids in self._encoded(list(texts))]
 
+    @cached_property
+    def _cuts(self) -> Cuts | None:
+        try:
+            return self.codec.cuts()
+        except NoCuts as error:
+            _log.info("each text is encoded by itself, also what several begin with: %s", error)
+            return None
+
     def _encoded(self, texts: list[str]) -> list[list[int]]:
+        """The ids of each text, encoded whole."""
+        if not texts:
+            return []
         try:
             return self.codec.encode(texts)
         except Exception as error:  # the package tokenizers raises nothing narrower

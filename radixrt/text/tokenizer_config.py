@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from radixrt.errors import TokenizerError
-from radixrt.text.codec import FLAGS, MAX_SIZE, AddedToken
+from radixrt.text.added_token import FLAGS, AddedToken
+from radixrt.text.codec import MAX_SIZE
 
 _STANDARD = ("bos_token", "eos_token", "unk_token", "pad_token")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")

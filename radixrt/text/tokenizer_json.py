@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from radixrt.errors import TokenizerError
-from radixrt.text.codec import FLAGS, AddedToken, JsonCodec, panics_caught
+from radixrt.text.added_token import FLAGS, AddedToken
+from radixrt.text.codec import JsonCodec, panics_caught
 from radixrt.text.probe import check_same, probe_without
 from radixrt.text.tokenizer_config import TokenizerConfig
 

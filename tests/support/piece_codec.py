@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from radixrt.text.cuts import Cuts, NoCuts
+
 
 class PieceCodec:
     """Token i spells `pieces[i]`; texts are encoded byte by byte."""
@@ -15,6 +17,9 @@ class PieceCodec:
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         return [[self.pieces.index(bytes([byte])) for byte in text.encode()] for text in texts]
+
+    def cuts(self) -> Cuts:
+        raise NoCuts("it is for tests of decoding")
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         left_out = self._special_ids if skip_special_tokens else ()

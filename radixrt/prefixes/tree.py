@@ -1,6 +1,6 @@
 """The radix tree of many token sequences, in arrays. Numpy only."""
 
-# Tests: tests/planning/test_prefix_order.py
+# Tests: tests/prefixes/test_prefixes.py
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from radixrt.arrays import Int64Array
-from radixrt.planning.prefix_order import PrefixOrder
+from radixrt.prefixes.order import PrefixOrder
 
 
 @dataclass(frozen=True)

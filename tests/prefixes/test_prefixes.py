@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixrt.planning import prefix_order as ordering
 from radixrt.planning.demands import Demands
-from radixrt.planning.prefix_order import PrefixOrder, prefix_order
-from radixrt.planning.prefix_tree import PrefixTree, prefix_tree
 from radixrt.planning.run_order import RunOrder, run_order
 from radixrt.planning.token_store import TokenStore, TokenWriter
+from radixrt.prefixes import order as ordering
+from radixrt.prefixes.order import PrefixOrder, prefix_order
+from radixrt.prefixes.tree import PrefixTree, prefix_tree
 from radixrt.workloads import token_statistics
 
 TOKENS = st.sampled_from([0, 1, 255, 256, 2**31 - 1])

@@ -1,0 +1,28 @@
+"""Tokens that are added to a vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """A token that texts are searched for before anything else.
+
+    Attributes:
+        content: its text.
+        special: whether texts without special tokens leave it out.
+        lstrip, rstrip: whether it takes the blanks before it, or after it.
+        single_word: whether it must not be part of a word.
+        normalized: whether the text is searched for it after its normalisation.
+    """
+
+    content: str
+    special: bool
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+    normalized: bool = False
+
+
+FLAGS = tuple(field.name for field in fields(AddedToken) if field.name != "content")

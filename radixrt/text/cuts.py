@@ -1,0 +1,118 @@
+"""Places where a text may be cut, so that the tokens of its parts are the tokens of the whole."""
+
+# Tests: tests/text/test_cuts.py
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Callable, Iterable
+from enum import IntEnum
+from itertools import pairwise
+
+from radixrt.text.added_token import AddedToken
+
+FARTHEST = 4096  # characters that are looked at to find a place
+BLANK = "▁"  # what stands for a blank in vocabularies of sentencepiece's kind
+_MAX_KNOWN = 1 << 16  # pairs
+
+
+class Border(IntEnum):
+    """What a step of a tokenizer does with two neighbouring characters, whatever is around them."""
+
+    CROSSED = 0  # it may look at both together
+    LOCAL = 1  # what it does with one does not depend on the other
+    DIVIDED = 2  # moreover, each later step sees them in different pieces
+
+
+Step = Callable[[str, str], Border]
+Letters = Callable[[str, str], "tuple[str, str] | None"]
+"""Two neighbours as a normalizer leaves them: the end of what the first becomes, and the beginning of the second.
+None: that depends on others, or on both."""
+
+
+class NoCuts(ValueError):
+    """It cannot be told where texts may be cut, and why."""
+
+
+class Cuts:
+    """Where a tokenizer's texts may be cut: between neighbours that no step looks at together.
+
+    Whether they are such is decided by the two alone, so that a cut holds whatever comes before or after.
+
+    Attributes:
+        drops_blank: whether the tokenizer puts a blank before each text. What follows a cut begins with a blank
+            then, and is encoded without it.
+    """
+
+    def __init__(
+        self, letters: Letters, steps: Iterable[Step], added: Iterable[AddedToken], *, drops_blank: bool = False
+    ) -> None:
+        """`steps` follow one another, from the normalised text to its tokens. Before them texts are searched for
+        `added` tokens, whose contents are given as they are written and as they are normalised.
+        """
+        self.drops_blank = drops_blank
+        self._letters, self._steps = letters, tuple(steps)
+        tokens = tuple(added)
+        self._inside = {token.content[i : i + 2] for token in tokens for i in range(len(token.content) - 1)}
+        # Tokens that take blanks, or look at their neighbours, must not be at a cut; nor where a blank is put.
+        bound = [token for token in tokens if token.lstrip or token.rstrip or token.single_word or drops_blank]
+        self._firsts = {token.content[0] for token in bound if token.content}
+        self._lasts = {token.content[-1] for token in bound if token.content}
+        self._strips = any(token.lstrip or token.rstrip for token in tokens)
+        self._known: dict[str, bool] = {}
+
+    def last(self, text: str, begin: int, end: int) -> int:
+        """The last place after `begin` where each text that begins with text[:end] may be cut; `begin`: none."""
+        known, size = self._known, 3 if self.drops_blank else 2
+        for place in range(end - size + 1, max(begin, end - FARTHEST), -1):
+            around = text[place - 1 : place - 1 + size]
+            is_one = known.get(around)
+            if is_one is None:
+                if len(known) >= _MAX_KNOWN:
+                    known.clear()
+                is_one = known[around] = self._is_one(*around)
+            if is_one:
+                return place
+        return begin
+
+    def _is_one(self, before: str, after: str, third: str = "") -> bool:
+        if not (is_settled(before) and is_settled(after)) or (self._strips and before.isspace()):
+            return False
+        if self.drops_blank and not (after == " " and before != BLANK and self._begins_a_word(third)):
+            return False
+        if (letters := self._letters(before, after)) is None:
+            return False
+        for one, other in ((before, after), letters):
+            if one + other in self._inside or one in self._lasts or other in self._firsts:
+                return False
+        for step in self._steps:
+            border = step(*letters)
+            if border is not Border.LOCAL:
+                return border is Border.DIVIDED
+        return False
+
+    def _begins_a_word(self, letter: str) -> bool:
+        """Whether a text that begins with it has no blank before that, and gets one."""
+        if not is_settled(letter) or letter.isspace() or (letters := self._letters(" ", letter)) is None:
+            return False
+        return not self._firsts.union((BLANK, " ")).intersection((letter, letters[1]))
+
+
+def is_settled(letter: str) -> bool:
+    """Whether all libraries know a character alike: since Unicode 3.2 it is in the same category. No controls."""
+    category = unicodedata.category(letter)
+    if category[0] == "C":
+        return letter in "\t\n\r"
+    return category == unicodedata.ucd_3_2_0.category(letter)
+
+
+def divided_by_vocabulary(pieces: Iterable[str]) -> Step:
+    """A vocabulary of byte-pair encoding divides before a blank, if no piece holds both neighbours."""
+    with_blanks = (piece for piece in pieces if BLANK in piece[1:])
+    joined = {before for piece in with_blanks for before, after in pairwise(piece) if after == BLANK}
+
+    def step(before: str, after: str) -> Border:
+        return Border.DIVIDED if after == BLANK and before not in joined else Border.CROSSED
+
+    return step
+
