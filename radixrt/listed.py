@@ -83,9 +83,15 @@ def _all_sound(
         kinds, kind = _kinds(builder, params)
         if any(each.truncate_prompt_tokens is not None or each.prompt_logprobs is not None for each in kinds):
             return None  # what these allow depends on each prompt
-        for i, prompt in enumerate(prompts):
-            if not _is_plain(prompt):
-                prompts[i] = builder.token_ids(prompt)
+        others = [i for i, prompt in enumerate(prompts) if not _is_plain(prompt)]
+        is_sound = True
+        for i, read in zip(others, builder.all_token_ids([prompts[i] for i in others]), strict=True):
+            if isinstance(read, PromptError):
+                is_sound = False
+            else:
+                prompts[i] = read
+        if not is_sound:
+            return None
         ids = cast("list[Int32Array]", prompts)
         lengths = np.fromiter(map(len, ids), np.int64, len(ids))
         # Of those with equal parameters, what the longest one may do the others may, too.

@@ -28,14 +28,14 @@ from radixrt.batch.formats.record import (
     type_of_prompt_error,
 )
 from radixrt.batch.formats.source import BadLine
-from radixrt.errors import ParameterError, PromptError, TokenizerError
+from radixrt.errors import ParameterError, PromptError
 from radixrt.files.disk import file_error, new_file
 from radixrt.limits import EXPECTED_TOKENS
 from radixrt.planning.demands import Demands
 from radixrt.planning.token_store import TokenStore, TokenWriter
 from radixrt.sampling_params import MAX_NEW_TOKENS, SamplingParams
 from radixrt.text.chat import Chat
-from radixrt.text.excess import refusal_of_chat, refusal_of_length
+from radixrt.text.prompts import encode_prompts
 from radixrt.text.tokenizer import Tokenizer
 
 MAX_NAMED = 20  # problems that a scan keeps with their messages
@@ -361,56 +361,18 @@ def _encoded(
     records: Sequence[InputRecord | LineError], tokenizer: Tokenizer | None, context_length: int | None
 ) -> list[Int32Array | PromptError | None]:
     """The token ids of each record that is text or chat messages, if there is a tokenizer; None for others."""
+    prompts: dict[int, str | Chat] = {}
+    limits: list[int | None] = []  # in tokens, of those that must not be too long
+    for place, record in enumerate(records if tokenizer is not None else ()):
+        if isinstance(record, InputRecord) and isinstance(record.prompt, (str, Chat)):
+            prompts[place] = record.prompt
+            is_cut = record.sampling_params.truncate_prompt_tokens is not None
+            limits.append(None if is_cut else context_length)
     out: list[Int32Array | PromptError | None] = [None] * len(records)
-    if tokenizer is None:
-        return out
-    texts: dict[bool, dict[int, str]] = {True: {}, False: {}}  # with special tokens added, and without; by place
-    chats: dict[int, Chat] = {}
-    limits: dict[int, int] = {}  # of those that must not be too long, in tokens
-    for place, record in enumerate(records):
-        if isinstance(record, LineError):
-            continue
-        if context_length is not None and record.sampling_params.truncate_prompt_tokens is None:
-            limits[place] = context_length
-        if isinstance(record.prompt, str):
-            texts[True][place] = record.prompt
-        elif isinstance(record.prompt, Chat):
-            chats[place] = record.prompt
-    for place, limit in limits.items():  # before they are rendered, which takes time and memory, too
-        if place in chats and (refusal := refusal_of_chat(tokenizer, chats[place], limit)) is not None:
-            del chats[place]
-            out[place] = refusal
-    for place, text in zip(chats, _rendered(tokenizer, list(chats.values())), strict=True):
-        if isinstance(text, TokenizerError):
-            out[place] = PromptError(f"cannot be encoded: {text}")
-        else:
-            texts[False][place] = text
-    for by_place in texts.values():
-        for place in by_place.keys() & limits.keys():
-            if (refusal := refusal_of_length(tokenizer, by_place[place], limits[place])) is not None:
-                del by_place[place]
-                out[place] = refusal
-    for special, by_place in texts.items():
-        for place, ids in zip(by_place, _each(tokenizer, list(by_place.values()), special), strict=True):
+    if tokenizer is not None:
+        for place, ids in zip(prompts, encode_prompts(tokenizer, [*prompts.values()], limits), strict=True):
             out[place] = ids
     return out
-
-
-def _rendered(tokenizer: Tokenizer, chats: list[Chat]) -> Sequence[str | TokenizerError]:
-    try:
-        return tokenizer.chat_texts(chats)
-    except TokenizerError as error:  # there is no template
-        return [error] * len(chats)
-
-
-def _each(tokenizer: Tokenizer, texts: list[str], special: bool) -> list[Int32Array | PromptError]:
-    """Encode all texts at once, or one by one if one of them cannot be encoded."""
-    try:
-        return [*tokenizer.encode_batch(texts, add_special_tokens=special)]
-    except TokenizerError as error:
-        if len(texts) == 1:
-            return [PromptError(f"cannot be encoded: {error}")]
-    return [ids for text in texts for ids in _each(tokenizer, [text], special)]
 
 
 def parameters_as_json(params: SamplingParams) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import secrets
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -25,7 +25,6 @@ from radixrt.forms.matcher import Form
 from radixrt.forms.vocabulary import Vocabulary
 from radixrt.frontend.arguments import (
     Choices,
-    Continuation,
     OnError,
     Params,
     Prompt,
@@ -43,8 +42,9 @@ from radixrt.sampling_params import MAX_NEW_TOKENS, SamplingParams
 from radixrt.schedule.request import Request
 from radixrt.text.builder import TextBuilder
 from radixrt.text.chat import Chat, is_chat
-from radixrt.text.excess import refusal_of_chat, refusal_of_length, too_long
+from radixrt.text.excess import too_long
 from radixrt.text.hidden_tokens import named_in, special_texts
+from radixrt.text.prompts import encode_prompts
 from radixrt.text.tokenizer import Tokenizer, tokenizer_of
 
 if TYPE_CHECKING:
@@ -53,6 +53,10 @@ if TYPE_CHECKING:
 
 _MAX_REMEMBERED = 64  # parameters
 _MAX_PRIORITY = 2**31 - 1
+_EMPTY = "is empty: it has no tokens"
+_SCORED_AT_ONCE = 1024  # prompts, whose texts with each continuation are held together
+
+_Sequence = tuple[NDArray[np.int32], int]  # token ids, and the place from which they are scored
 _ID_BITS = 52  # of a Runtime's first id: hard to guess, and exact in every JSON reader
 
 
@@ -229,13 +233,22 @@ class RequestBuilder:
         requests: list[Request] = []
         errors: dict[int, Exception] = {}
         read: dict[int, SamplingParams] = {}  # by the identity of what was given: often all are the same
-        for index, (prompt, own, urgency) in enumerate(zip(prompts, each, priorities, strict=True)):
+        are_cut = [False] * len(prompts)
+        for index, own in enumerate(each):
             try:
                 if id(own) not in read:
                     read[id(own)] = read_params(own, self.defaults)
-                own_id = ids.get(index)
+                are_cut[index] = read[id(own)].truncate_prompt_tokens is not None
+            except ParameterError as error:
+                errors[index] = error
+        encoded = self.all_token_ids(prompts, are_cut) if len(prompts) > 1 else prompts
+        for index, (prompt, own, urgency) in enumerate(zip(prompts, each, priorities, strict=True)):
+            if index in errors:
+                continue
+            try:
+                known, own_id = encoded[index], ids.get(index)
                 request = self.build(
-                    prompt,
+                    prompt if isinstance(known, PromptError) else known,  # to say why, or what comes before that
                     read[id(own)],
                     index=index,
                     tenant=tenant,
@@ -247,6 +260,7 @@ class RequestBuilder:
                 requests.append(request)
             except (PromptError, ParameterError) as error:
                 errors[index] = error
+        errors = dict(sorted(errors.items()))
         if errors and on_error == "raise":
             raise named_together(errors, len(prompts))
         refused = [
@@ -271,13 +285,11 @@ class RequestBuilder:
         requests: list[Request] = []
         owners: list[int] = []
         errors: dict[int, Exception] = {}
-        for place, (prompt, own) in enumerate(zip(prompts, continuations, strict=True)):
+        for place, sequences in self._joined_all(prompts, continuations):
             try:
-                choices: Any = [own] if isinstance(own, str) or is_token_ids(own) else own
-                if not isinstance(choices, Sequence) or isinstance(choices, (bytes, Mapping)) or not choices:
-                    raise PromptError("has no continuations: give text, token ids, or a list of these")
-                for continuation in choices:
-                    ids, start = self._joined(prompt, continuation)
+                if isinstance(sequences, PromptError):
+                    raise sequences
+                for ids, start in sequences:
                     params = SamplingParams(max_new_tokens=0, prompt_logprobs=0, prompt_logprobs_start=start)
                     requests.append(self.build(ids, params, index=len(requests), tenant=tenant))
                     owners.append(place)
@@ -287,25 +299,32 @@ class RequestBuilder:
             raise named_together(errors, len(prompts))
         return requests, owners
 
-    def _joined(self, prompt: Prompt, continuation: Continuation) -> tuple[NDArray[np.int32], int]:
-        """Token ids of a prompt with a continuation, and where the continuation begins. Raises PromptError."""
-        prompt = unwrapped(prompt)
-        before = self.token_ids(prompt)
-        if isinstance(continuation, str) and isinstance(prompt, str):
-            # The border may fall inside a token: what it changes belongs to the continuation.
-            joined = self.token_ids(prompt + continuation)
-            shared = min(len(before), len(joined))
-            start = int(np.append(before[:shared] != joined[:shared], True).argmax())  # the first that differs
-        elif is_token_ids(continuation):
-            joined = np.concatenate([before, self.token_ids(continuation)])
-            start = len(before)
-        else:
-            raise PromptError("must be text with a text continuation, or have token ids as its continuation")
-        if start >= len(joined):
-            raise PromptError("has an empty continuation")
-        if start == 0:
-            raise PromptError("has no token before its continuation")
-        return joined, start
+    def _joined_all(
+        self, prompts: Sequence[Prompt], continuations: Sequence[Choices]
+    ) -> Iterator[tuple[int, list[_Sequence] | PromptError]]:
+        """Each prompt with each of its continuations, or why it cannot be scored, by its place."""
+        for first in range(0, len(prompts), _SCORED_AT_ONCE):
+            asked: dict[int, tuple[int, list[bool]] | PromptError] = {}
+            parts: list[Prompt] = []
+            for place in range(first, min(first + _SCORED_AT_ONCE, len(prompts))):
+                try:
+                    own, are_texts = _parts_of(unwrapped(prompts[place]), continuations[place])
+                except PromptError as error:
+                    asked[place] = error
+                    continue
+                asked[place] = len(parts), are_texts
+                parts += own
+            ids = self.all_token_ids(parts)
+            for place, found in asked.items():
+                if isinstance(found, PromptError):
+                    yield place, found
+                    continue
+                begin, are_texts = found
+                try:
+                    before, *others = map(_sound, ids[begin : begin + 1 + len(are_texts)])
+                    yield place, [_joined(before, *each) for each in zip(others, are_texts, strict=True)]
+                except PromptError as error:
+                    yield place, error
 
     def namespace(self, tenant: str | None) -> Namespace:
         """Where a tenant's prefixes are cached; None: those of no tenant."""
@@ -400,6 +419,41 @@ class RequestBuilder:
 
         Raises PromptError, also where it is far too long to be encoded, unless it `is_cut`.
         """
+        (found,) = self.all_token_ids([prompt], [is_cut])
+        if isinstance(found, PromptError):
+            raise found
+        return found
+
+    def all_token_ids(
+        self, prompts: Sequence[Prompt], are_cut: Sequence[bool] | None = None
+    ) -> list[NDArray[np.int32] | PromptError]:
+        """`token_ids` of each prompt, or what it would raise. What their texts share is encoded once."""
+        found: dict[int, NDArray[np.int32] | PromptError] = {}
+        texts: dict[int, str | Chat] = {}
+        for place, prompt in enumerate(prompts):
+            try:
+                read = self._read(prompt)
+            except PromptError as error:
+                found[place] = error
+                continue
+            if isinstance(read, np.ndarray):
+                found[place] = read
+            else:
+                texts[place] = read
+        if texts:
+            assert self.tokenizer is not None
+            limits = [None if are_cut is not None and are_cut[place] else self.context_length for place in texts]
+            found.update(zip(texts, encode_prompts(self.tokenizer, [*texts.values()], limits), strict=True))
+        for place in texts:
+            try:
+                ids = found[place]
+                found[place] = ids if isinstance(ids, PromptError) else self._inside(ids)
+            except PromptError as error:
+                found[place] = error
+        return [found[place] for place in range(len(prompts))]
+
+    def _read(self, prompt: Prompt) -> NDArray[np.int32] | str | Chat:
+        """A prompt's token ids, or what is to be encoded. Raises PromptError."""
         ids: NDArray[Any]
         prompt = unwrapped(prompt)
         if is_token_ids(prompt):
@@ -407,22 +461,24 @@ class RequestBuilder:
                 ids = prompt if isinstance(prompt, np.ndarray) else _int32(prompt)
             except OverflowError:  # the first that is outside is named below, whatever its size
                 ids = np.array([int(i) for i in prompt], dtype=np.object_)
-        elif isinstance(prompt, str) or is_chat(prompt):
+            return self._inside(ids.copy())
+        if isinstance(prompt, str) or is_chat(prompt):
             if self.tokenizer is None:
                 raise PromptError("is text, but the model's folder has no tokenizer: give token ids")
             try:
-                ids = self._encoded(self.tokenizer, prompt, is_cut)
+                return prompt if isinstance(prompt, str) else Chat.of(prompt)
             except TokenizerError as error:
                 raise PromptError(f"cannot be encoded: {error}") from error
-        elif isinstance(prompt, (list, tuple)) and not prompt:
-            ids = np.zeros(0, dtype=np.int32)
-        else:
-            raise PromptError("is neither a string, nor a list of token ids, nor a list of chat messages")
+        if isinstance(prompt, (list, tuple)) and not prompt:
+            raise PromptError(_EMPTY)
+        raise PromptError("is neither a string, nor a list of token ids, nor a list of chat messages")
+
+    def _inside(self, ids: NDArray[Any]) -> NDArray[np.int32]:
+        """Token ids that the model has, at least one. Raises PromptError."""
         if len(ids) == 0:
-            raise PromptError("is empty: it has no tokens")
+            raise PromptError(_EMPTY)
         vocab_size = self.config.vocab_size
         if ids.dtype == np.int32:
-            ids = ids.copy()
             is_outside = np.maximum.reduce(ids.view(np.uint32)) >= vocab_size  # negative ones are the greatest
         else:
             is_outside = ids.min() < 0 or ids.max() >= vocab_size
@@ -430,24 +486,6 @@ class RequestBuilder:
             outside = ids[(ids < 0) | (ids >= vocab_size)]
             raise PromptError(f"holds token id {outside[0]}; the model's ids are 0 to {vocab_size - 1}")
         return ids.astype(np.int32, copy=False)
-
-    def _encoded(
-        self,
-        tokenizer: Tokenizer,
-        prompt: str | Chat | Mapping[str, Any] | Sequence[Mapping[str, Any]],
-        is_cut: bool,
-    ) -> NDArray[np.int32]:
-        """The token ids of a text or a chat, looked at before each step that takes time and memory."""
-        refusal, is_text = None, isinstance(prompt, str)
-        if not isinstance(prompt, str):
-            chat = Chat.of(prompt)
-            refusal = None if is_cut else refusal_of_chat(tokenizer, chat, self.context_length)
-            prompt = "" if refusal else tokenizer.chat_text(chat)
-        if not (refusal or is_cut):
-            refusal = refusal_of_length(tokenizer, prompt, self.context_length)
-        if refusal:
-            raise refusal
-        return tokenizer.encode(prompt, add_special_tokens=is_text)
 
 
 def vocabulary_of(tokenizer: Tokenizer, size: int, end_ids: tuple[int, ...]) -> Vocabulary:
@@ -518,6 +556,45 @@ def _int32(ids: Sequence[int]) -> NDArray[np.int32]:
         return np.frombuffer(struct.pack(f"{len(ids)}i", *ids), np.int32)
     except struct.error as error:
         raise OverflowError("an id has more than 31 bits") from error
+
+
+def _parts_of(prompt: Prompt, own: Choices) -> tuple[list[Prompt], list[bool]]:
+    """A prompt, and what is encoded for each of its continuations: a text with the prompt before it. And which of
+    them are texts. Raises PromptError.
+    """
+    choices: Any = [own] if isinstance(own, str) or is_token_ids(own) else own
+    if not isinstance(choices, Sequence) or isinstance(choices, (bytes, Mapping)) or not choices:
+        raise PromptError("has no continuations: give text, token ids, or a list of these")
+    parts, are_texts = [prompt], [isinstance(one, str) for one in choices]
+    for one in choices:
+        if isinstance(one, str) and isinstance(prompt, str):
+            parts.append(prompt + one)
+        elif is_token_ids(one):
+            parts.append(one)
+        else:
+            raise PromptError("must be text with a text continuation, or have token ids as its continuation")
+    return parts, are_texts
+
+
+def _sound(ids: NDArray[np.int32] | PromptError) -> NDArray[np.int32]:
+    if isinstance(ids, PromptError):
+        raise ids
+    return ids
+
+
+def _joined(before: NDArray[np.int32], other: NDArray[np.int32], is_text: bool) -> _Sequence:
+    """Token ids of a prompt with a continuation, and where the continuation begins. Raises PromptError."""
+    if is_text:
+        # The border may fall inside a token: what it changes belongs to the continuation.
+        shared = min(len(before), len(other))
+        start = int(np.append(before[:shared] != other[:shared], True).argmax())  # the first that differs
+    else:
+        start, other = len(before), np.concatenate([before, other])
+    if start >= len(other):
+        raise PromptError("has an empty continuation")
+    if start == 0:
+        raise PromptError("has no token before its continuation")
+    return other, start
 
 
 def _derived_seed(run_seed: int, index: int, call: int) -> int:

@@ -137,7 +137,8 @@ class _Parser:
         while self._skip("|"):
             found.append(self._sequence(ignores_case))
         return _Part(
-            *([node for part in found for node in getattr(part, name)] for name in ("first", "last")),
+            [node for part in found for node in part.first],
+            [node for part in found for node in part.last],
             is_empty=any(part.is_empty for part in found),
             skips=all(part.skips for part in found),
             follows=[pair for part in found for pair in part.follows],
