@@ -197,13 +197,13 @@ def test_parameters_that_are_made_when_they_are_asked_for() -> None:
 
 def test_no_text_is_encoded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where one of the others cannot run."""
-    encode, encoded = Tokenizer.encode, list[str]()
+    encode, encoded = Tokenizer.encode_batch, list[str]()
 
-    def noted(self: Tokenizer, text: str, **options: Any) -> Any:
-        encoded.append(text)
-        return encode(self, text, **options)
+    def noted(self: Tokenizer, texts: Sequence[str], **options: Any) -> Any:
+        encoded.extend(texts)
+        return encode(self, texts, **options)
 
-    monkeypatch.setattr(Tokenizer, "encode", noted)
+    monkeypatch.setattr(Tokenizer, "encode_batch", noted)
     own = RequestBuilder(NoWeights(256).config, letters(), context_length=CONTEXT)
     prompts: list[Any] = [f"a {n}" for n in range(listed.FEWEST)]
     refused, requests = listed_requests(own, [*prompts, [-1]], PARAMS[2], True, None, None, "return")

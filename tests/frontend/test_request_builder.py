@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -275,18 +275,18 @@ def test_a_chat_far_too_long_is_neither_rendered_nor_encoded(
     tokenizer = chat_tokenizer(tmp_path)
     builder = RequestBuilder(NoWeights(tokenizer.vocab_size).config, tokenizer, context_length=20)
     encoded, rendered = [], []
-    encode, render = Tokenizer.encode, Tokenizer.chat_text
+    encode, render = Tokenizer.encode_batch, Tokenizer.chat_texts
 
-    def noted(self: Tokenizer, text: str, **options: bool) -> Any:
-        encoded.append(len(text))
-        return encode(self, text, **options)
+    def noted(self: Tokenizer, texts: Sequence[str], **options: bool) -> Any:
+        encoded.extend(map(len, texts))
+        return encode(self, texts, **options)
 
-    def rendering(self: Tokenizer, chat: Chat) -> str:
-        rendered.append(chat)
-        return render(self, chat)
+    def rendering(self: Tokenizer, chats: Sequence[Chat]) -> Any:
+        rendered.extend(chats)
+        return render(self, chats)
 
-    monkeypatch.setattr(Tokenizer, "encode", noted)
-    monkeypatch.setattr(Tokenizer, "chat_text", rendering)
+    monkeypatch.setattr(Tokenizer, "encode_batch", noted)
+    monkeypatch.setattr(Tokenizer, "chat_texts", rendering)
     long = "ab " * 10**5
     for messages in (
         [{"role": "user", "content": long}],
