@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,7 @@ except ModuleNotFoundError as error:
 import numpy as np
 
 import radixrt
+from radixrt.arrays import Int32Array
 from radixrt.errors import ParameterError, PassError, PromptError, TokenizerError
 from radixrt.frontend.sampling_aliases import sampling_params_from_dict
 from radixrt.sampling_params import SamplingParams
@@ -106,6 +107,7 @@ class RadixLM(TemplateLM):
             self.runtime.close()
             raise TokenizerError(f"{self._name} has no tokenizer, and the harness asks in text")
         self._tokenizer: Tokenizer = self.runtime.tokenizer
+        self._ids: dict[str, Int32Array] = {}  # of texts that are asked for now
         self._device = self.runtime.device
         self._max_gen_toks = max_gen_toks
 
@@ -134,13 +136,36 @@ class RadixLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Token ids of a text. `add_special_tokens` None: with BOS where the tokenizer adds it, but never two."""
         if add_special_tokens is None:
-            bos = self._tokenizer.bos_token_id
-            if bos is not None and string.startswith(self._tokenizer.piece(bos)):
-                own = self._tokenizer.encode(string, add_special_tokens=False).tolist()
-                if own[:1] == [bos]:  # from a chat template
-                    return [int(i) for i in own]
-            add_special_tokens = True
-        return [int(i) for i in self._tokenizer.encode(string, add_special_tokens=add_special_tokens)]
+            known = self._ids.get(string)
+            ids = self._all_encoded([string])[0] if known is None else known
+        else:
+            ids = self._tokenizer.encode(string, add_special_tokens=add_special_tokens)
+        found: list[int] = ids.tolist()
+        return found
+
+    def _all_encoded(self, texts: Sequence[str]) -> list[Int32Array]:
+        """Token ids of texts, with BOS where the tokenizer adds it, but never two."""
+        bos = self._tokenizer.bos_token_id
+        ids = self._tokenizer.encode_batch(texts)
+        if bos is None:
+            return ids
+        piece = self._tokenizer.piece(bos)
+        twice = [i for i, text in enumerate(texts) if text.startswith(piece)]
+        bare = self._tokenizer.encode_batch([texts[i] for i in twice], add_special_tokens=False)
+        for i, own in zip(twice, bare, strict=True):
+            if own[:1].tolist() == [bos]:  # from a chat template
+                ids[i] = own
+        return ids
+
+    @contextmanager
+    def _encoded(self, texts: Iterable[str]) -> Iterator[None]:
+        """Encode texts together, ahead of the harness, which asks for one after the other."""
+        distinct = list(dict.fromkeys(texts))
+        self._ids = dict(zip(distinct, self._all_encoded(distinct), strict=True))
+        try:
+            yield
+        finally:
+            self._ids = {}
 
     @property
     def tokenizer_name(self) -> str:
@@ -173,6 +198,15 @@ class RadixLM(TemplateLM):
         }
 
     # -- requests ------------------------------------------------------------------------------------------
+
+    def loglikelihood(
+        self, requests: Sequence[Instance], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """What `_loglikelihood_tokens` gives for each context and continuation."""
+        pairs = [(before, after) for before, after in (request.args for request in requests) if before]
+        with self._encoded(text for before, after in pairs for text in (before.rstrip(), before + after)):
+            found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
+        return found
 
     def _loglikelihood_tokens(
         self, requests: Sequence[_Pair], disable_tqdm: bool = False, kind: str = "loglikelihood", **_: Any
@@ -215,10 +249,10 @@ class RadixLM(TemplateLM):
         """The log-likelihood of each text, in windows of `max_length` tokens where it is longer."""
         windows: list[_Pair] = []
         owners: list[int] = []
-        for i, request in enumerate(requests):
-            (text,) = request.args
+        texts = [text for (text,) in (request.args for request in requests)]
+        for i, ids in enumerate(self._all_encoded(texts)):
             pairs = get_rolling_token_windows(
-                token_list=self.tok_encode(text),
+                token_list=ids.tolist(),
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self.max_length - 1,  # tokens that a window reads; it predicts one more
                 context_len=1,
@@ -243,18 +277,18 @@ class RadixLM(TemplateLM):
             ParameterError: generation_kwargs have an unknown name or a value outside its bounds.
             PassError: the model computed values that are not finite, or a request was aborted.
         """
-        prompts: list[list[int]] = []
+        prompts: list[Int32Array] = []
         params: list[SamplingParams] = []
         num_cut = 0
-        for request in requests:
-            context, given = request.args
-            own = self.sampling_params(given)
+        encoded = self._all_encoded([request.args[0] for request in requests])
+        for request, context in zip(requests, encoded, strict=True):
+            own = self.sampling_params(request.args[1])
             room = self.max_length - own.max_new_tokens
             if room < 1:
                 raise ParameterError(
                     f"max_gen_toks is {own.max_new_tokens}; with a context of {self.max_length} it must be less"
                 )
-            ids = self.tok_encode(context) or [self.prefix_token_id]
+            ids = context if len(context) else np.array([self.prefix_token_id], np.int32)
             num_cut += len(ids) > room
             prompts.append(ids[-room:])
             params.append(own)
