@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeGuard, cast
@@ -9,8 +10,8 @@ from typing import TypeGuard, cast
 import numpy as np
 
 from radixrt.arrays import Int32Array, Int64Array
-from radixrt.errors import ParameterError, PromptError
-from radixrt.frontend.arguments import OnError, Params, Prompt, one_each, own_ids, read_params
+from radixrt.errors import ParameterError, PromptError, TokenizerError
+from radixrt.frontend.arguments import OnError, Params, Prompt, named_together, one_each, own_ids, read_params
 from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.output import RequestOutput
 from radixrt.planning.demands import Demands
@@ -19,6 +20,9 @@ from radixrt.prefixes.order import prefix_order
 from radixrt.processors import usable_processors
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.request import LateRequests, Request
+from radixrt.text.chat import check_unicode
+from radixrt.text.excess import may_exceed
+from radixrt.text.text_tree import TextTree
 
 COPIED_AT_ONCE = 1 << 20  # tokens, by a thread: fewer take less time than to start one
 MOST_THREADS = 8
@@ -49,6 +53,43 @@ def listed_requests(
     if found is not None:
         return [], found
     return builder.build_all(read, given, many, tenant, own or None, on_error, priority, call=call)
+
+
+def late_texts(
+    builder: RequestBuilder,
+    prompts: Sequence[Prompt],
+    params: Params | Iterable[Params],
+    many: bool,
+    tenant: str | None,
+    request_ids: str | Iterable[str] | None,
+    on_error: OnError,
+    priority: int | Iterable[int] = 0,
+    call: int = 0,
+) -> LateTexts | None:
+    """The requests of a long list of texts, which are encoded while others run.
+
+    None where the list is another one, or has an error that shows before: `listed_requests` makes or raises what
+    there is.
+    """
+    tokenizer = builder.tokenizer
+    if tokenizer is None or not many or len(prompts) < FEWEST or isinstance(priority, Iterable):
+        return None
+    if on_error != "raise" or not all(isinstance(prompt, str) for prompt in prompts):
+        return None
+    texts = cast("Sequence[str]", prompts)
+    if may_exceed(max(map(len, texts)), builder.context_length) or (tree := tokenizer.text_tree(texts)) is None:
+        return None
+    try:
+        for place, text in enumerate(texts):
+            check_unicode(f"text {place}", text)
+        kinds, kind = _kinds(builder, one_each(params, len(prompts), many))
+        if any(each.truncate_prompt_tokens is not None or each.prompt_logprobs is not None for each in kinds):
+            return None  # what these allow depends on each prompt
+        own = list(own_ids(request_ids, len(prompts), many).values())
+        models = [builder.build([0], each, tenant=tenant, priority=priority, call=call) for each in kinds]
+    except (PromptError, ParameterError, TokenizerError):
+        return None
+    return LateTexts(builder, tree, texts, models, kind.tolist(), own or builder.new_ids(len(texts)), call)
 
 
 def store_of(requests: Sequence[Request]) -> tuple[TokenStore, Demands]:
@@ -197,6 +238,98 @@ class Listed(LateRequests):
         """In lexicographic order of their tokens."""
         offsets = self.store.offsets
         return _Ordered(self, prefix_order(self.store.tokens, offsets[:-1], offsets[1:]).order.tolist())
+
+
+class LateTexts(LateRequests):
+    """Requests of N texts, in the lexicographic order of the texts, which a thread encodes.
+
+    If it finds some that cannot run, no more than those before them are known, and `failure` names them once the
+    last text is encoded.
+    """
+
+    def __init__(
+        self,
+        builder: RequestBuilder,
+        tree: TextTree,
+        texts: Sequence[str],
+        models: Sequence[Request],
+        kind: Sequence[int],
+        ids: Sequence[int | str],
+        call: int,
+    ) -> None:
+        self._builder, self._tree, self._texts = builder, tree, texts
+        self._models, self._kind, self._own_ids, self._call = models, kind, ids, call
+        self.priority = models[0].priority
+        self._encoded: list[Int32Array] = []  # by place, up to the first that cannot run
+        self._errors: dict[int, Exception] = {}
+        self._is_over = False  # whether no more will be known
+        self._news = threading.Condition()
+        threading.Thread(target=self._encode, name="radixrt-encoding", daemon=True).start()
+
+    @property
+    def ids(self) -> Sequence[int | str]:
+        return [self._own_ids[i] for i in self._tree.order]
+
+    def __len__(self) -> int:
+        return len(self._kind)
+
+    def make(self, index: int) -> Request:
+        number = self._tree.order[index]
+        model = self._models[self._kind[number]]
+        return self._builder.alike(model, self._encoded[index], number, self._call, self._own_ids[number])
+
+    def known(self, after: int | None = None) -> int:
+        with self._news:
+            if after is not None:
+                self._news.wait_for(lambda: self._is_over or len(self._encoded) > after)
+            return len(self._encoded)
+
+    def stop(self) -> None:
+        self._is_over = True
+
+    def _encode(self) -> None:
+        tokenizer = self._builder.tokenizer
+        assert tokenizer is not None
+        longest = [model.prompt_len for model in self._models]  # of each kind, that can run
+        place = 0
+        failure: Exception | None = None
+        try:
+            for block in self._tree.encoded(tokenizer.codec.encode, tokenizer.lead):
+                self._check(place, block, longest)
+                place += len(block)
+                if self._is_over:
+                    return
+            if self._errors:
+                failure = named_together(dict(sorted(self._errors.items())), len(self))
+        except Exception as error:  # the package tokenizers raises nothing narrower
+            failure = self._cause() or error
+        with self._news:
+            self.failure, self._is_over = failure, True
+            self._news.notify_all()
+
+    def _check(self, place: int, block: Sequence[Int32Array], longest: list[int]) -> None:
+        """Take the ids of texts from a place on."""
+        sound: list[Int32Array] = []
+        for number, ids in zip(self._tree.order[place:], block, strict=False):
+            kind = self._kind[number]
+            try:
+                self._builder.check_ids(ids)
+                if len(ids) > longest[kind]:
+                    self._builder.build(ids, self._models[kind].params, index=number)
+                    longest[kind] = len(ids)
+                if not self._errors:
+                    sound.append(ids)
+            except (PromptError, ParameterError) as error:
+                self._errors[number] = error
+        with self._news:
+            self._encoded += sound
+            self._news.notify_all()
+
+    def _cause(self) -> PromptError | None:
+        """Which texts cannot be encoded, one by one."""
+        found = self._builder.all_token_ids(self._texts)
+        errors = {number: one for number, one in enumerate(found) if isinstance(one, PromptError)}
+        return named_together(errors, len(self)) if errors else None
 
 
 class _Ordered(LateRequests):

@@ -43,7 +43,7 @@ from radixrt.frontend.arguments import (
     read_params,
 )
 from radixrt.frontend.sampling_aliases import chosen_length
-from radixrt.listed import Listed, listed_requests
+from radixrt.listed import Listed, late_texts, listed_requests
 from radixrt.output import RequestOutput, ScoreOutput, StreamChunk
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.activity import Activity
@@ -712,7 +712,11 @@ class Runtime:
         return partial(build, *arguments, call=next(self._calls))
 
     def _late(self, *arguments: Any, **call: Any) -> _Built:
-        """`RequestBuilder.build_all`, but the requests of a long list are made while the device computes."""
+        """`RequestBuilder.build_all`, but the requests of a long list are made while the device computes, and its
+        texts encoded.
+        """
+        if self.parts.scheduler.sorts and (texts := late_texts(self._builder, *arguments, **call)) is not None:
+            return [], texts
         outputs, requests = listed_requests(self._builder, *arguments, **call)
         if isinstance(requests, Listed) and self.parts.scheduler.sorts:
             requests = requests.in_order()

@@ -49,6 +49,10 @@ class PendingCall(Generic[N]):
                 raise news
             yield news
 
+    def fail(self, error: Exception) -> None:
+        """Raise an error to whoever takes the news."""
+        self._news.append(error)
+
     def end(self, first: Answer, output: RequestOutput) -> None:
         """Take a request off, with its output as news."""
         news: N | Exception = self._news_of(first, output)

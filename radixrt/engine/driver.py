@@ -394,22 +394,25 @@ class Driver:
 
     def _submit_inbox(self, engine: Engine, *, late: bool = True) -> None:
         """Submit what is in the inbox. Of late requests, as many as may be looked at in the next pass, unless some
-        that are not made yet are to be ended; with `late=False` all. Those of a call that was left are never made.
+        that are not made yet are to be ended; with `late=False` all. Those of a call that was left are never made,
+        nor the rest of a list of which some cannot be.
         """
         for each in tuple(self._inbox):
             part, is_late = each.requests, isinstance(each.requests, LateRequests)
             arrival: int | None = None
             if isinstance(each.requests, LateRequests):
-                if each.call.is_left:
-                    self._forget(each.call, each.requests.ids[each.done :])
-                    self._inbox.remove(each)
-                    continue
                 if each.arrival is None:
                     each.arrival = engine.scheduler.new_arrivals(len(part))  # later ones come after all of these
-                arrival, count = each.arrival + each.done, len(part)
+                arrival, end = each.arrival + each.done, len(part)
                 if late and not self._ends_unmade(each.call):
-                    count = engine.scheduler.room((each.requests.priority, arrival))
-                part = part[each.done : each.done + count]
+                    room = engine.scheduler.room((each.requests.priority, arrival))
+                    end = min(end, each.done + room)
+                if not each.call.is_left:
+                    end = min(end, each.requests.known(None if late else end - 1))
+                if each.call.is_left or each.requests.failure is not None:
+                    self._give_up(each)
+                    continue
+                part = part[each.done : end]
             answers = engine.submit_all(
                 part, in_order=each.in_order, is_sorted=is_late, submitted_at=each.at, arrival=arrival
             )
@@ -418,6 +421,19 @@ class Driver:
             each.done += len(part)
             if each.done == len(each.requests):
                 self._inbox.remove(each)
+        if self._inbox and not engine.has_work:  # there is nothing else to do than to wait for the next ones
+            first = self._inbox[0]
+            assert isinstance(first.requests, LateRequests)
+            first.requests.known(first.done)
+
+    def _give_up(self, each: _Submitted) -> None:
+        """Make no more of late requests, whose call was left or cannot be answered whole."""
+        assert isinstance(each.requests, LateRequests)
+        each.requests.stop()
+        if each.requests.failure is not None:
+            each.call.fail(each.requests.failure)
+        self._forget(each.call, each.requests.ids[each.done :])
+        self._inbox.remove(each)
 
     def _forget(self, call: Call, ids: Iterable[int | str]) -> None:
         """Forget requests of a call that the engine does not have."""

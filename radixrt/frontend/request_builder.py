@@ -447,7 +447,7 @@ class RequestBuilder:
         for place in texts:
             try:
                 ids = found[place]
-                found[place] = ids if isinstance(ids, PromptError) else self._inside(ids)
+                found[place] = ids if isinstance(ids, PromptError) else self.check_ids(ids)
             except PromptError as error:
                 found[place] = error
         return [found[place] for place in range(len(prompts))]
@@ -461,7 +461,7 @@ class RequestBuilder:
                 ids = prompt if isinstance(prompt, np.ndarray) else _int32(prompt)
             except OverflowError:  # the first that is outside is named below, whatever its size
                 ids = np.array([int(i) for i in prompt], dtype=np.object_)
-            return self._inside(ids.copy())
+            return self.check_ids(ids.copy())
         if isinstance(prompt, str) or is_chat(prompt):
             if self.tokenizer is None:
                 raise PromptError("is text, but the model's folder has no tokenizer: give token ids")
@@ -473,7 +473,7 @@ class RequestBuilder:
             raise PromptError(_EMPTY)
         raise PromptError("is neither a string, nor a list of token ids, nor a list of chat messages")
 
-    def _inside(self, ids: NDArray[Any]) -> NDArray[np.int32]:
+    def check_ids(self, ids: NDArray[Any]) -> NDArray[np.int32]:
         """Token ids that the model has, at least one. Raises PromptError."""
         if len(ids) == 0:
             raise PromptError(_EMPTY)

@@ -54,9 +54,11 @@ class LateRequests(Sequence[Request]):
 
     Attributes:
         priority: of all of them.
+        failure: why those that are not known yet never will be; None: they will.
     """
 
     priority: int
+    failure: Exception | None = None
 
     @property
     @abstractmethod
@@ -66,6 +68,13 @@ class LateRequests(Sequence[Request]):
     @abstractmethod
     def make(self, index: int) -> Request:
         """The request at an index from 0 on."""
+
+    def known(self, after: int | None = None) -> int:
+        """How many of the first ones can be made. With `after` it waits until they are more, or none will come."""
+        return len(self)
+
+    def stop(self) -> None:
+        """Make no others known: nobody wants them."""
 
     @overload
     def __getitem__(self, index: int) -> Request: ...

@@ -10,6 +10,11 @@ from radixrt.text.traces import told
 _CHARACTERS = 8  # for each token that is allowed: shorter texts are encoded whole
 
 
+def may_exceed(length: int, num_tokens: int) -> bool:
+    """Whether a text of so many characters is too long to be encoded before it is known to have fewer tokens."""
+    return length > _CHARACTERS * (num_tokens + 64)
+
+
 def exceeds(tokenizer: Tokenizer, text: str, num_tokens: int) -> bool:
     """Whether a text surely has more than `num_tokens` tokens. If not, it is not too long to be encoded.
 

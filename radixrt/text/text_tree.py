@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from radixrt.prefixes.order import PrefixOrder
 from radixrt.prefixes.tree import prefix_tree
 from radixrt.text.cuts import Cuts
 
-BLOCK = 1 << 22  # characters that are encoded at a time
+FIRST, LARGEST = 1 << 16, 1 << 20  # characters that are encoded at a time: few at first, twice as many each time
 
 Encode = Callable[[list[str]], list[list[int]]]
 
@@ -27,64 +26,59 @@ class TextTree:
     """
 
     def __init__(self, texts: Sequence[str], cuts: Cuts) -> None:
-        self._texts, self._drops_blank = texts, cuts.drops_blank
+        self._texts, self._cuts = texts, cuts
         self.order = sorted(range(len(texts)), key=texts.__getitem__)
-        shared = [0] * len(texts)
-        found, cut = -1, 0
-        for place, (one, other) in enumerate(pairwise(self.order), 1):
-            common = common_length(texts[one], texts[other])
-            if common == len(texts[one]) == len(texts[other]):
-                shared[place] = common  # nothing follows
-                continue
-            if common != found:  # that of neighbours which share as much is the same
-                found, cut = common, cuts.last(texts[other], 0, common)
-            shared[place] = cut
-        tree = prefix_tree(PrefixOrder(np.array(self.order, np.int64), np.array(shared, np.int32)))
-        self._first, self._end = tree.begin.tolist(), tree.end.tolist()
-        self._depth, self._parent = tree.depth.tolist(), tree.parent.tolist()
-        self._leaf_parent = tree.leaf_parent.tolist()
 
     def encoded(self, encode: Encode, lead: Sequence[int]) -> Iterator[list[Int32Array]]:
         """The ids of the texts in their order, with `lead` before each, a block at a time.
 
         Raises what `encode` does, which makes ids of a list of stretches.
         """
-        whole: dict[int, Int32Array] = {0: np.array(lead, np.int32)}  # ids up to the end of nodes that are open
-        node = 1
-        for begin, end in pairwise(self._blocks()):
-            nodes = []
-            while node < len(self._first) and self._first[node] < end:
-                nodes.append(node)
-                node += 1
-            places = range(begin, end)
-            stretches = [self._stretch(self._first[i], self._parent[i], self._depth[i]) for i in nodes]
-            stretches += [self._stretch(place, self._leaf_parent[place], None) for place in places]
-            ids = iter([np.array(own, np.int32) for own in encode(stretches)])
-            for i in nodes:
-                whole[i] = np.concatenate([whole[self._parent[i]], next(ids)])
-            yield [np.concatenate([whole[self._leaf_parent[place]], next(ids)]) for place in places]
-            whole = {i: own for i, own in whole.items() if self._end[i] > end}
+        known = {0: np.array(lead, np.int32)}  # ids of beginnings of the last text, by their lengths
+        last, place, room = "", 0, FIRST
+        while place < len(self.order):
+            block, shared, size = [last], [0], 0
+            while place < len(self.order) and size < room:
+                text = self._texts[self.order[place]]
+                shared.append(self._shared(block[-1], text))
+                size += len(text) - shared[-1]
+                block.append(text)
+                place += 1
+            ids, known = self._encoded(block, shared, known, encode)
+            yield ids
+            last, room = block[-1], min(2 * room, LARGEST)
 
-    def _stretch(self, place: int, parent: int, end: int | None) -> str:
-        """What is encoded of the text at a place, from a node's end on."""
-        begin = self._depth[parent]
-        text = self._texts[self.order[place]][begin:end]
-        return text[1:] if begin and self._drops_blank else text
+    def _shared(self, one: str, other: str) -> int:
+        """Characters that two texts begin with alike, up to a cut or the end of both."""
+        common = common_length(one, other)
+        return common if common == len(one) == len(other) else self._cuts.last(other, 0, common)
 
-    def _blocks(self) -> Iterator[int]:
-        """The places between blocks, the first and the last included."""
-        yield 0
-        size, node = 0, 1
-        for place, number in enumerate(self.order):
-            size += len(self._texts[number]) - self._depth[self._leaf_parent[place]]
-            while node < len(self._first) and self._first[node] == place:
-                size += self._depth[node] - self._depth[self._parent[node]]
-                node += 1
-            if size >= BLOCK:
-                yield place + 1
-                size = 0
-        if size:
-            yield len(self.order)
+    def _encoded(
+        self, block: list[str], shared: list[int], known: dict[int, Int32Array], encode: Encode
+    ) -> tuple[list[Int32Array], dict[int, Int32Array]]:
+        """The ids of the texts of a block but for its first, of which beginnings are `known`; and what is known of
+        the last. Each text shares so many characters with the one before it.
+        """
+        tree = prefix_tree(PrefixOrder(np.arange(len(block)), np.array(shared, np.int32)))
+        depth, parent = tree.depth.tolist(), tree.parent.tolist()
+        first, above = tree.begin.tolist(), tree.leaf_parent.tolist()
+        whole = {i: known[depth[i]] for i in range(len(depth)) if first[i] == 0 and depth[i] in known}
+        new = [node for node in range(len(depth)) if node not in whole]
+        stretches = [self._stretch(block[first[node]], depth[parent[node]], depth[node]) for node in new]
+        stretches += [self._stretch(block[i], depth[above[i]], None) for i in range(1, len(block))]
+        found = iter([np.array(ids, np.int32) for ids in encode(stretches)])
+        for node in new:
+            whole[node] = np.concatenate([whole[parent[node]], next(found)])
+        texts = [np.concatenate([whole[above[i]], next(found)]) for i in range(1, len(block))]
+        node, path = above[-1], {}
+        while node >= 0:
+            path[depth[node]] = whole[node]
+            node = parent[node]
+        return texts, path
+
+    def _stretch(self, text: str, begin: int, end: int | None) -> str:
+        """What is encoded of a text from one place to another."""
+        return text[begin + 1 : end] if begin and self._cuts.drops_blank else text[begin:end]
 
 
 def common_length(one: str, other: str) -> int:

@@ -87,14 +87,17 @@ class Tokenizer:
         """
         for place, text in enumerate(texts):
             check_unicode(f"text {place}" if len(texts) > 1 else "the text", text)
-        lead = list(self.lead) if add_special_tokens else []
-        if len(texts) > 1 and self._cuts is not None:
-            tree = TextTree(texts, self._cuts)
+        lead = self.lead if add_special_tokens else ()
+        if len(texts) > 1 and (tree := self.text_tree(texts)) is not None:
             with suppress(Exception):  # the package tokenizers raises nothing narrower; what it was is told below
                 found = chain.from_iterable(tree.encoded(self.codec.encode, lead))
                 by_number = dict(zip(tree.order, found, strict=True))
                 return [by_number[number] for number in range(len(texts))]
-        return [np.array(lead + ids, dtype=np.int32) for ids in self._encoded(list(texts))]
+        return [np.array([*lead, *ids], dtype=np.int32) for ids in self._encoded(list(texts))]
+
+    def text_tree(self, texts: Sequence[str]) -> TextTree | None:
+        """Texts as a tree of what they share; None where it cannot be told where they may be cut."""
+        return None if self._cuts is None else TextTree(texts, self._cuts)
 
     @cached_property
     def _cuts(self) -> Cuts | None:
