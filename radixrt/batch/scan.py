@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -39,7 +40,7 @@ from radixrt.text.prompts import encode_prompts
 from radixrt.text.tokenizer import Tokenizer
 
 MAX_NAMED = 20  # problems that a scan keeps with their messages
-BLOCK_LINES, BLOCK_BYTES = 512, 4 * 2**20  # tokenised together
+BLOCK_LINES, BLOCK_BYTES = 4096, 16 * 2**20  # encoded together, while the next are parsed
 _ENTRIES_FILE = "entries.jsonl"
 _DEFAULTS = SamplingParams()
 _MAX_REMEMBERED = 1024  # parameters that a reader keeps
@@ -60,6 +61,9 @@ class Checked(Protocol):
     @property
     def late_ids(self) -> frozenset[int]: ...
 
+
+_Records = list[tuple[int, "InputRecord | LineError"]]  # by their lines
+_Block = tuple[_Records, "Future[list[Int32Array | PromptError | None]]"]
 
 Check = Callable[[Int32Array | str | Sequence[Any] | Chat, SamplingParams, int], Checked]
 """Checks whether a model can run a prompt with its parameters; the number is its line. For example
@@ -199,27 +203,59 @@ def scan_lines(
         BatchFileError: the input cannot be read, or the files cannot be made.
         JournalError: the disk refuses.
     """
-    with _Writer(folder, tokenizer, check, context_length) as writer:
+    with ThreadPoolExecutor(1) as thread, _Writer(folder, check) as writer:
+        before: _Block | None = None
         for block in _blocks(lines):
-            for line, text in block:
-                writer.add(line, text, parser)
-            writer.write()
+            records = [(line, writer.parsed(line, text, parser)) for line, text in block]
+            encoding = thread.submit(_encoded, [record for _, record in records], tokenizer, context_length)
+            if before is not None:  # it was encoded while this one was parsed
+                writer.write(*before)
+            before = records, encoding
+        if before is not None:
+            writer.write(*before)
         return writer.finish()
 
 
-class _Writer:
-    def __init__(
-        self, folder: Path, tokenizer: Tokenizer | None, check: Check, context_length: int | None
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._context_length = context_length
+class _Checks:
+    """Checks of prompts: of those with the same parameters, what a longer one may do the others may, too."""
+
+    def __init__(self, check: Check) -> None:
         self._check = check
+        self._known: dict[SamplingParams, Checked] = {}  # the longest one of each
+        self._greatest = -1  # of the token ids that were checked
+
+    def of(self, record: InputRecord, ids: Int32Array | None, line: int) -> tuple[Int32Array, Checked]:
+        """The tokens of a sound record, and what holds for it. Raises PromptError or ParameterError."""
+        params = record.sampling_params
+        model = self._known.get(params)
+        # Without maximum, log-probabilities or cuts of the prompt, nothing depends on its length.
+        if model is not None and ids is not None and self._covers(model, ids):
+            return ids, model
+        checked = self._check(record.prompt if ids is None else ids, params, line)
+        own = checked.prompt_ids
+        depends = params.prompt_logprobs is not None or params.truncate_prompt_tokens is not None
+        if not depends and checked.max_new_tokens == params.max_new_tokens:
+            if model is None or len(own) > len(model.prompt_ids):
+                if len(self._known) >= _MAX_REMEMBERED:
+                    self._known.clear()
+                self._known[params] = checked
+            self._greatest = max(self._greatest, int(own.max()))
+        return own, checked
+
+
+    def _covers(self, model: Checked, ids: Int32Array) -> bool:
+        return 0 < len(ids) <= len(model.prompt_ids) and int(ids.max()) <= self._greatest
+
+
+class _Writer:
+    def __init__(self, folder: Path, check: Check) -> None:
+        self._checks = _Checks(check)
+        self._params_json: dict[SamplingParams, str] = {}
         self._path = folder / _ENTRIES_FILE
         self._tokens = TokenWriter(folder)
         self._hash, self._tokens_hash = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
         self._cuts_hash, self._has_cuts = hashlib.blake2b(digest_size=16), False
         self._end_ids: set[int] = set()
-        self._block: list[tuple[int, InputRecord | LineError]] = []
         self._ids: set[bytes] = set()  # hashes of the sound lines' custom_ids
         self._columns: list[
             tuple[int, int, int, int, bool, bool]
@@ -240,24 +276,22 @@ class _Writer:
             self._file.close()
         self._tokens.__exit__(*error)
 
-    def add(self, line: int, text: bytes | BadLine, parser: LineParser) -> None:
-        """Add a line to the block."""
+    def parsed(self, line: int, text: bytes | BadLine, parser: LineParser) -> InputRecord | LineError:
+        """Parse the next line."""
         told = text.message.encode() if isinstance(text, BadLine) else text
         self._hash.update(b"%d %d\n" % (line, len(told)) + told)
         try:
-            self._block.append((line, parser.parse(text)))
+            return parser.parse(text)
         except LineError as error:
-            self._block.append((line, error))
+            return error
 
-    def write(self) -> None:
-        """Tokenise, check and write the block."""
-        block, self._block = self._block, []
-        encoded = _encoded([record for _, record in block], self._tokenizer, self._context_length)
+    def write(self, block: _Records, encoding: Future[list[Int32Array | PromptError | None]]) -> None:
+        """Check and write a block of lines whose prompts are encoded."""
         prompts, entries = [], []
-        for (line, record), ids in zip(block, encoded, strict=True):
+        for (line, record), ids in zip(block, encoding.result(), strict=True):
             prompt, entry = self._checked(line, record, ids)
             prompts.append(prompt)
-            entries.append(json.dumps(entry, separators=(",", ":")).encode() + b"\n")
+            entries.append(entry.encode() + b"\n")
         for (_, record), prompt in zip(block, prompts, strict=True):
             # An empty text was a bad line once: runs that were begun then go on.
             hashed = prompt[:0] if isinstance(record, InputRecord) and record.prompt == "" else prompt
@@ -294,7 +328,7 @@ class _Writer:
 
     def _checked(
         self, line: int, record: InputRecord | LineError, ids: Int32Array | PromptError | None
-    ) -> tuple[Int32Array, dict[str, Any]]:
+    ) -> tuple[Int32Array, str]:
         """The tokens of a line and its entry."""
         try:
             if isinstance(record, LineError):
@@ -302,7 +336,7 @@ class _Writer:
             try:
                 if isinstance(ids, PromptError):
                     raise ids
-                checked = self._check(record.prompt if ids is None else ids, record.sampling_params, line)
+                prompt, checked = self._checks.of(record, ids, line)
             except PromptError as error:
                 raise LineError(type_of_prompt_error(error), f"the prompt {error}", record.reply) from error
             except ParameterError as error:
@@ -314,9 +348,9 @@ class _Writer:
                 self._problems.append(Problem(line + 1, error.type, error.message))
             self._columns.append((line, 0, 1, 0, True, False))
             entry = {"error": error.type.value, "message": error.message, "reply": error.reply}
-            return np.zeros(0, np.int32), entry
-        prompt_len, params = len(checked.prompt_ids), record.sampling_params
-        limit = params.match_limit(prompt_len)
+            return np.zeros(0, np.int32), _dumped(entry)
+        params = record.sampling_params
+        limit = params.match_limit(len(prompt))
         self._columns.append((line, checked.max_new_tokens, params.n, limit, False, params.is_open))
         self._end_ids.update(checked.stop_ids.difference(params.stop_token_ids), checked.late_ids)
         if checked.max_new_tokens < params.max_new_tokens:
@@ -325,7 +359,11 @@ class _Writer:
         reply = record.reply
         if params.form is not None:  # `line_format` tells what has compiled it
             reply = {**reply, FORM_ENGINE: getattr(getattr(checked, "form", None), "engine", None)}
-        return checked.prompt_ids, {"params": parameters_as_json(params), "reply": reply}
+        if (spelled := self._params_json.get(params)) is None:
+            if len(self._params_json) >= _MAX_REMEMBERED:
+                self._params_json.clear()
+            spelled = self._params_json[params] = _dumped(parameters_as_json(params))
+        return prompt, f'{{"params":{spelled},"reply":{_dumped(reply)}}}'
 
     def _take_custom_id(self, record: InputRecord) -> None:
         if record.custom_id is None:
@@ -342,6 +380,10 @@ class _Writer:
             yield
         except OSError as error:
             raise file_error(f"cannot write {self._path}", error) from error
+
+
+def _dumped(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 def _blocks(lines: Iterable[tuple[int, bytes | BadLine]]) -> Iterator[list[tuple[int, bytes | BadLine]]]:
