@@ -14,7 +14,6 @@ import torch
 from radixrt.builtin import MODEL_PATH
 from radixrt.errors import ModelError, ParameterError, PromptError
 from radixrt.frontend.request_builder import builder_without_weights
-from radixrt.models import loader
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
 from triton_ops.linear.e4m3_linear import dequantised_weight, quantised_weight
@@ -176,7 +175,7 @@ def test_a_revision_of_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         asked.append((source, options["revision"]))
         return str(folder)
 
-    monkeypatch.setattr(loader, "snapshot_download", fetch)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     with Runtime("someone/model", **OPTIONS, revision="v2") as runtime:
         assert runtime.tokenizer is not None
     assert asked == [("someone/model", "v2")], "weights and tokenizer are of one revision"

@@ -519,7 +519,10 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
         ),
         "nemotron_h": ModelType(
             {
-                **_without(_shape(131_072, 4096, 21_504, 0, 32, 8, 4096), "rms_norm_eps", "hidden_act"),
+                **_without(
+                    _shape(131_072, 4096, 21_504, 0, 32, 8, 4096),
+                    *("num_hidden_layers", "rms_norm_eps", "hidden_act"),
+                ),
                 "bos_token_id": 1,
                 "head_dim": 128,
                 "sliding_window": None,
