@@ -170,7 +170,7 @@ class ModelConfig:
             )
         except ModelError:
             raise
-        except Exception as error:  # whatever transformers' validators raise, and what no field of that kind does
+        except Exception as error:  # whatever values that make no sense, and transformers' validators, raise
             told = " ".join(str(error).split()) or type(error).__name__  # some have several lines
             raise ModelError(f"{folder / 'config.json'} cannot be used: {told}") from error
         config.check()

@@ -82,7 +82,8 @@ class ConfigFields:
 
 def read_fields(folder: Path, raw: Mapping[str, Any]) -> tuple[Any, Any]:
     """Read the fields of the model in a folder, and of its text, the same if it has no other parts, from what
-    config.json says. Raises what transformers raises of types that are not known here, and else ValueError.
+    config.json says. Raises ValueError for fields of another kind; values that make no sense, and transformers,
+    may raise anything.
     """
     raw = _with_special_floats(raw)
     model_type, text = raw.get("model_type"), raw.get("text_config")
