@@ -139,7 +139,7 @@ def assemble(config: RuntimeConfig, decoder: Decoder | None = None) -> Parts:
     device, _, _ = check_config(config)
     folder = folder_of(config)
     with context_beside(device):  # mistakes show before the weights
-        # Before the tokenizer, as transformers may read config.json for that, too.
+        # Before the tokenizer: transformers, which converts some, reads config.json, too.
         model_config = find_architecture(read_architecture(folder)).config_class.from_folder(folder)
         tokenizer = chatting_tokenizer(folder, config.chat_template_kwargs)
     if config.num_ranks > 1:  # what cannot be done is refused before processes are started

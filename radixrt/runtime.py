@@ -108,7 +108,7 @@ class Runtime:
 
     @_with_arguments_of(RuntimeConfig)
     def __init__(self, config: RuntimeConfig) -> None:
-        from radixrt.assembly import assemble  # it takes torch and transformers with it
+        from radixrt.assembly import assemble  # it takes torch with it
 
         self._set(assemble(config))
 

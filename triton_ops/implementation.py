@@ -5,16 +5,23 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
+from functools import cache, cached_property
 from typing import Literal
 
 import torch
 
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_LAUNCHES = torch.version.cuda is not None or torch.version.hip is not None
 try:
+    # To import Triton and to read all kernels takes half a second, in vain where torch is built for CPUs. Whoever
+    # compiles kernels there for a GPU imports Triton first.
+    if not (_LAUNCHES or _INTERPRETED or "triton" in sys.modules):
+        raise ModuleNotFoundError
     import triton
     import triton.language as tl
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -22,7 +29,7 @@ try:
 except ModuleNotFoundError:  # Triton exists for Linux alone; torch runs everywhere
 
     class triton:  # type: ignore[no-redef]
-        """Lets kernels be defined, though not launched, where there is no Triton."""
+        """Lets kernels be defined, though not launched, without Triton."""
 
         __version__ = ""
 
@@ -51,7 +58,6 @@ __all__ = [
     "triton",
 ]
 
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # For kernels: whether they run in Triton's interpreter, which differs from a GPU here and there.
 INTERPRETED: tl.constexpr = _INTERPRETED if tl is None else tl.constexpr(_INTERPRETED)
 
@@ -79,12 +85,15 @@ class GPU:
     num_sms: int
     vendor: Vendor = Vendor.NVIDIA
 
-    @property
+    def __hash__(self) -> int:  # each launch looks a configuration up; enums hash slowly
+        return hash((self.capability, self.num_sms))
+
+    @cached_property
     def has_wgmma(self) -> bool:
         """Whether tensor cores are driven by Hopper's warpgroup instructions; no later architecture has them."""
         return self.vendor is Vendor.NVIDIA and self.capability == 90
 
-    @property
+    @cached_property
     def overlaps_launches(self) -> bool:
         """Whether a kernel can start before the previous one ends, and wait for its results itself (NVIDIA's
         programmatic dependent launch, since Hopper). Triton's interpreter does not implement it.
@@ -114,10 +123,10 @@ def runs_triton(impl: Impl, device: torch.device) -> bool:
         return device.type == "cuda" and bool(triton.__version__)
     if impl != "triton":
         raise ValueError(f'impl must be "auto", "torch" or "triton", but is {impl!r}')
-    if not triton.__version__:
-        raise ValueError('impl is "triton", but Triton is not installed')
     if device.type != "cuda" and _compiling_for is None and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(f'impl is "triton", but the tensors are on {device}; a kernel needs a CUDA device')
+    if not triton.__version__:
+        raise ValueError('impl is "triton", but Triton is not installed')
     return True
 
 
@@ -140,7 +149,7 @@ def gpu_of(device: torch.device) -> GPU:
     """The GPU that kernels on `device` are configured for."""
     if _compiling_for is not None:
         return _compiling_for
-    return _cuda_gpu(device) if device.type == "cuda" else INTERPRETER
+    return _gpu_of(device)
 
 
 # Triton's functions of the same names take microseconds on the host, as much as some launches.
@@ -156,8 +165,10 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-@lru_cache
-def _cuda_gpu(device: torch.device) -> GPU:
+@cache  # of all devices: each launch asks, and even a device's type takes as long as to find it here
+def _gpu_of(device: torch.device) -> GPU:
+    if device.type != "cuda":
+        return INTERPRETER
     properties = torch.cuda.get_device_properties(device)
     return GPU(properties.major * 10 + properties.minor, properties.multi_processor_count, VENDOR)
 

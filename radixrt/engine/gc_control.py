@@ -22,10 +22,10 @@ _thaws = itertools.count(1)
 def old_objects_left_alone() -> Iterator[None]:
     """Have the collector skip what was there when the first of the calls in progress began.
 
-    A full collection walks over all objects of torch and transformers: some tenths of a second, as long as many a
-    list of prompts takes. Garbage of the calls is collected as ever, but less often: what requests leave goes
-    without the collector, and most of it before there are so many new objects. `gc.freeze` sets the collector's
-    counters to 0, so short calls would put off full collections for ever: now and then one is made between calls.
+    A full collection walks over all objects of torch: a tenth of a second, as long as many a list of prompts
+    takes. Garbage of the calls is collected as ever, but less often: what requests leave goes without the
+    collector, and most of it before there are so many new objects. `gc.freeze` sets the collector's counters to 0,
+    so short calls would put off full collections for ever: now and then one is made between calls.
     What somebody else had frozen before them stays so, and nothing more is.
     """
     global _calls, _thresholds, _is_own

@@ -14,13 +14,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from transformers import AutoConfig
 
 from layers.quantization import Quantization
 from layers.rotary import RopeParameters
 from memory_pool.kv_layout import KVLayout, StateLayout
 from radixrt.checks import check_int
 from radixrt.errors import ModelError, ParameterError
+from radixrt.models.config_fields import read_fields
 from radixrt.models.families import text_models_of
 from radixrt.models.quantization import read_quantization
 from radixrt.models.rope import longest_context, read_rope
@@ -156,10 +156,7 @@ class ModelConfig:
             check_sizes(part)
         quantizations = [cls.read_quantization(part.get("quantization_config")) for part in parts]
         try:
-            whole = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-            source = _text_config(whole, architecture, raw)
-            if getattr(source, "rope_parameters", None):  # as transformers before it computes frequencies
-                source.standardize_rope_params()
+            source = _text_config(*read_fields(folder, raw), architecture, raw)
             for name in _ACTIVATION_FIELDS:
                 if (known := _ALSO_CALLED.get(str(getattr(source, name, None)))) is not None:
                     setattr(source, name, known)
@@ -173,7 +170,7 @@ class ModelConfig:
             )
         except ModelError:
             raise
-        except Exception as error:  # whatever transformers' validators raise
+        except Exception as error:  # whatever values that make no sense, and transformers' validators, raise
             told = " ".join(str(error).split()) or type(error).__name__  # some have several lines
             raise ModelError(f"{folder / 'config.json'} cannot be used: {told}") from error
         config.check()
@@ -181,7 +178,7 @@ class ModelConfig:
 
     @classmethod
     def read_family(cls, source: Any) -> dict[str, Any]:
-        """Read the fields that a derived class adds, or reads from other names, from transformers' config object.
+        """Read the fields that a derived class adds, or reads from other names, from a config's fields.
 
         Raises ModelError. It is called before the common fields are read: its error comes first.
         """
@@ -347,7 +344,7 @@ def check_sizes(raw: Mapping[str, Any]) -> None:
             raise ModelError(f"{name} is {value:,}; it must be a whole number from {low} to {high:,}")
 
 
-def _text_config(whole: Any, architecture: str, raw: Mapping[str, Any]) -> Any:
+def _text_config(whole: Any, source: Any, architecture: str, raw: Mapping[str, Any]) -> Any:
     """The part of a config that is about text, or all of it. Raises ModelError where it is of another model.
 
     `raw` is config.json itself: where it does not say whether embeddings are tied, the text's own default counts,
@@ -357,7 +354,6 @@ def _text_config(whole: Any, architecture: str, raw: Mapping[str, Any]) -> Any:
     text_models = text_models_of(architecture)
     if not text_models:
         return whole
-    source = whole.get_text_config()
     if source.model_type not in text_models:
         raise ModelError(
             f"the text_config of this {architecture} is of type {source.model_type!r}, which is not supported; "
@@ -365,7 +361,7 @@ def _text_config(whole: Any, architecture: str, raw: Mapping[str, Any]) -> Any:
         )
     told = [part.get("tie_word_embeddings") for part in (raw, raw.get("text_config")) if isinstance(part, dict)]
     tied = [value for value in told if value is not None]
-    source.tie_word_embeddings = tied[0] if tied else getattr(type(source)(), "tie_word_embeddings", False)
+    source.tie_word_embeddings = tied[0] if tied else source.type_defaults.get("tie_word_embeddings", False)
     source.dtype = source.dtype or whole.dtype
     for name in ("bos_token_id", "eos_token_id"):
         if raw.get(name) is not None or getattr(source, name, None) is None:
@@ -379,16 +375,16 @@ def optional(source: Any, name: str, default: Any) -> Any:
     A config.json may hold names that the model's type does not know (a Llama with a sliding_window, say);
     transformers ignores them, and so does this.
     """
-    return getattr(source, name) if name in vars(type(source)()) else default
+    return getattr(source, name) if name in source.type_defaults else default
 
 
 def head_dim_of(source: Any) -> int:
-    """Elements of a head, by transformers' config object."""
+    """Elements of a head, by a config's fields."""
     return int(getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads)
 
 
 def read_attention(source: Any, *, recurrent: str | None = None) -> tuple[AttentionKind, ...]:
-    """Read the kind of each layer's attention from transformers' config object. Layers of the type `recurrent`
+    """Read the kind of each layer's attention from a config's fields. Layers of the type `recurrent`
     have none. Raises ModelError, also for layers of a type that is neither that nor one of attention.
     """
     num_layers, trained_length = source.num_hidden_layers, source.max_position_embeddings

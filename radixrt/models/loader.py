@@ -11,7 +11,6 @@ from typing import Literal, get_args
 
 import psutil
 import torch
-from huggingface_hub import snapshot_download
 from torch import Tensor
 
 from layers.norm import RMSNorm
@@ -257,6 +256,8 @@ def _found_folder(source: str | Path, weights: bool, revision: str | None) -> Pa
         raise ModelError(f"there is no file {source}")
     if isinstance(source, Path) or str(source).count("/") > 1 or str(source)[:1] in ("/", ".", "~"):
         raise ModelError(f"there is no folder {source}")
+    from huggingface_hub import snapshot_download  # it takes a web client with it
+
     patterns = [*TEXT_PATTERNS, "*.safetensors"] if weights else [*TEXT_PATTERNS]
     try:
         # Subfolders hold other formats of the same weights; one of them holds templates.

@@ -38,6 +38,8 @@ def read_rope(parameters: Parameters, head_dim: int, trained_length: int) -> Rop
             f"{rotary_dim} of head_dim {head_dim} (partial_rotary_factor {share}) is odd or out of range: "
             "rotary embedding needs pairs"
         )
+    if missing := [name for name in NEEDED.get(kind, ()) if name not in parameters]:
+        raise ModelError(f"rope_type {kind!r} needs {', '.join(missing)}")
     scaling = SCALINGS[kind](parameters, trained_length)
     if isinstance(scaling, LongRopeScaling):
         for name, factors in (("short_factor", scaling.short_factors), ("long_factor", scaling.long_factors)):
@@ -122,6 +124,15 @@ def _longrope(parameters: Parameters, trained_length: int) -> RopeScaling:
         attention_factor=float(attention_factor),
     )
 
+
+# What a kind cannot do without.
+NEEDED: Mapping[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+}
 
 # rope_type of transformers: from its parameters and max_position_embeddings to the scaling.
 SCALINGS: Mapping[str, Callable[[Parameters, int], RopeScaling | None]] = {

@@ -173,9 +173,7 @@ def _captures(config: RuntimeConfig, runs_kernels: bool) -> bool:
 
 @contextmanager
 def context_beside(device: torch.device) -> Iterator[None]:
-    """A GPU's context is made beside what is done inside: it keeps the driver as busy as reading a config, which
-    imports transformers, keeps the host.
-    """
+    """A GPU's context is made beside what is done inside: it keeps the driver busy, and not the host."""
     with ThreadPoolExecutor(max_workers=1) as background:
         made = background.submit(lambda: torch.empty(1, device=device))
         yield

@@ -7,13 +7,14 @@ import json
 import re
 import sys
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 
 import pytest
 import torch
 
 from radixrt import ModelError, Runtime, SamplingParams
 from radixrt.models import registry
+from radixrt.models.families import FAMILIES, Family
 from tests.support import checkpoints
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
@@ -31,8 +32,8 @@ def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, file.stem, module)
     spec.loader.exec_module(module)
-    architectures = {**registry.ARCHITECTURES, "ScaledLlamaForCausalLM": module.ScaledLlama}
-    monkeypatch.setattr(registry, "ARCHITECTURES", MappingProxyType(architectures))
+    family = Family("Scaled Llama", file.stem, "ScaledLlama", "none")
+    monkeypatch.setattr(registry, "FAMILIES", {**registry.FAMILIES, "ScaledLlamaForCausalLM": family})
     return module
 
 
@@ -71,7 +72,7 @@ def test_the_example_names_what_it_refuses(family: ModuleType, tmp_path: Path) -
 
 def test_the_guide_lists_every_architecture() -> None:
     listed = re.findall(r"^\| `(\w+)` \| `([\w/.]+)` \|", GUIDE.read_text("utf-8"), flags=re.MULTILINE)
-    assert {name for name, _ in listed} == set(registry.ARCHITECTURES)
+    assert {name for name, _ in listed} == set(FAMILIES)
     for name, path in listed:
-        module = registry.ARCHITECTURES[name].__module__
+        module = registry.find_architecture(name).__module__
         assert path == f"{module.replace('.', '/')}.py", name

@@ -22,9 +22,9 @@ from radixrt.errors import ModelError
 from radixrt.execution.products import compare_all
 from radixrt.limits import PassLimits
 from radixrt.models.decoder import Decoder
+from radixrt.models.families import FAMILIES
 from radixrt.models.loader import load_model, reload_weights
 from radixrt.models.rank_part import rank_part
-from radixrt.models.registry import ARCHITECTURES
 from tests.models import test_hybrid
 from tests.models.test_int4_checkpoints import numbers_of
 from tests.models.test_parity import MODELS, Session, prompt
@@ -158,7 +158,7 @@ def test_four_ranks(name: str, tmp_path: Path) -> None:
 
 def test_no_family_is_left_out() -> None:
     makers: list[Any] = [MODELS[name] for name in (*ON_TWO, *ON_FOUR)]
-    assert {type(make()).__name__ for make in makers} >= {*ARCHITECTURES} - {"Ministral3ForCausalLM"}
+    assert {type(make()).__name__ for make in makers} >= {*FAMILIES} - {"Ministral3ForCausalLM"}
 
 
 def test_bfloat16(tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from triton_ops import implementation
-from triton_ops.implementation import GPU, Vendor, compiling_for, has_gluon, overlapped, runs_triton
+from triton_ops.implementation import GPU, Vendor, compiling_for, gpu_of, has_gluon, overlapped, runs_triton
 from triton_ops.tuning import (
     copy_config,
     decode_config,
@@ -108,6 +110,30 @@ def test_kernels_do_not_run_on_gpus_of_other_vendors(monkeypatch: pytest.MonkeyP
             runs_triton(impl, device)  # type: ignore[arg-type]
     assert not runs_triton("torch", device)
     assert not runs_triton("auto", torch.device("cpu"))
+
+
+def test_a_device_is_asked_once_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def properties(device: torch.device) -> SimpleNamespace:
+        asked.append(device)
+        return SimpleNamespace(major=9, minor=device.index, multi_processor_count=132)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(implementation, "_gpu_of", cache(implementation._gpu_of.__wrapped__))
+    devices = torch.device("cuda", 0), torch.device("cuda", 1)
+    for _ in range(3):
+        assert [gpu_of(device) for device in devices] == [GPU(90, 132), GPU(91, 132)]
+        assert gpu_of(torch.device("cpu")) is implementation.INTERPRETER
+        assert [gpu_of(device).has_wgmma for device in devices] == [True, False]
+    assert asked == [*devices]
+    with compiling_for(GPU(80, 108)):
+        assert gpu_of(devices[0]) == gpu_of(torch.device("cpu")) == GPU(80, 108)
+    assert gpu_of(devices[0]) == GPU(90, 132)
+
+
+def test_gpus_of_the_same_kind_are_one_key() -> None:
+    assert len({GPU(90, 132), GPU(90, 132), GPU(90, 132, Vendor.AMD), GPU(90, 114)}) == 3
 
 
 def test_launches_of_few_rows_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
