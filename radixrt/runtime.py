@@ -213,7 +213,8 @@ class Runtime:
             progress: show a bar on stderr.
 
         Raises:
-            PromptError: names every prompt that cannot be run; nothing has run then.
+            PromptError: names every prompt that cannot be run. Nothing is returned then; of a long list of texts,
+                which are encoded meanwhile, some may have run.
             ParameterError: sampling_params or request_ids do not go with the prompts, or an id is taken.
             PassError: a pass failed, out of memory for instance. All other requests of the call are ended.
             DeviceLostError: a pass failed, and the device works no more: go on in a new process.

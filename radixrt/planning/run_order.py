@@ -8,7 +8,7 @@ the order of a node's children does not matter. They are sorted by the longest a
 the last prompts have short answers, and the end of a run does not wait for a few long ones.
 """
 
-# Tests: tests/prefixes/test_prefixes.py
+# Tests: tests/prefixes/test_order.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The radix tree of many token sequences, in arrays. Numpy only."""
 
-# Tests: tests/prefixes/test_prefixes.py
+# Tests: tests/prefixes/test_order.py
 
 from __future__ import annotations
 

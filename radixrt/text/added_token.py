@@ -1,5 +1,7 @@
 """Tokens that are added to a vocabulary."""
 
+# Tests: tests/text/test_tokenizer.py, tests/text/test_cuts.py
+
 from __future__ import annotations
 
 from dataclasses import dataclass, fields

@@ -1,7 +1,5 @@
 """Places where a text may be cut, so that the tokens of its parts are the tokens of the whole."""
 
-# Tests: tests/text/test_cuts.py
-
 from __future__ import annotations
 
 import unicodedata

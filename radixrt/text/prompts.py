@@ -1,7 +1,5 @@
 """Texts and chats of many prompts as token ids, encoded together: what they share is encoded once."""
 
-# Tests: tests/text/test_prompts.py
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence

@@ -5,8 +5,6 @@ holds two neighbours, the matches up to the first do not depend on what follows,
 before.
 """
 
-# Tests: tests/text/test_split_pattern.py
-
 from __future__ import annotations
 
 from dataclasses import dataclass, field

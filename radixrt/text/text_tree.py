@@ -1,7 +1,5 @@
 """Many texts as a tree of what they share, of which each stretch is encoded once."""
 
-# Tests: tests/text/test_text_tree.py
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
