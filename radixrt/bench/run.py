@@ -93,7 +93,7 @@ class Runs(list[Run]):
 
 def program_of(name: str, scale: Scale, vocab_size: int, repetition: int) -> Program:
     """A program of LISTS or WORKLOADS in the sizes of a scale, with other prompts for each `repetition`."""
-    # The lists' own seeds are 0 to 9, in this order, those of the programs after the first five lists 5 to 7.
+    # The lists' own seeds are 0 to 15, in this order, those of the programs after the first five lists 5 to 7.
     own_seed = (LISTS if name in LISTS else WORKLOADS).index(name)
     seed = own_seed + SEED_STEP * repetition
     return PROGRAMS[name](seed, vocab_size=min(VOCAB_SIZE, vocab_size), **scale.sizes.get(name, {}))
