@@ -29,11 +29,13 @@ class WorkloadPrompt:
         prompt_ids: `[n >= 1]` int32.
         max_new_tokens: tokens to generate.
         continuation_ids: `[m >= 1]` int32: score these after the prompt, instead of generating an answer.
+        text: whose ids the prompt is, where it is to be given as text (`texts.as_texts`).
     """
 
     prompt_ids: Tokens
     max_new_tokens: int
     continuation_ids: Tokens | None = None
+    text: str | None = None
 
     @property
     def input_ids(self) -> Tokens:
@@ -375,8 +377,9 @@ def thoughts(
     judgement_len: int = 6,
     vocab_size: int = VOCAB_SIZE,
 ) -> list[WorkloadPrompt]:
-    """Recorded trees of thoughts under one instruction: each thought is a prompt that is continued, and the prompt
-    of several judgements. A level continues each thought that was kept of the one before in several ways. Shuffled.
+    """Recorded trees of thoughts under one instruction. Each thought is a prompt, which is continued, and what
+    several judges are asked about. A level has several thoughts after each that was kept of the one before.
+    Shuffled.
     """
     source = TokenSource(seed, vocab_size)
     instruction = source.tokens(instruction_len)
@@ -407,7 +410,7 @@ def evaluation(
     new_tokens: int = 1,
     vocab_size: int = VOCAB_SIZE,
 ) -> list[WorkloadPrompt]:
-    """A harness's multiple choice: each task has examples before its questions, each choice is a prompt. Shuffled."""
+    """Multiple choice as a harness asks it: examples before each task's questions, a prompt a choice. Shuffled."""
     source = TokenSource(seed, vocab_size)
     prompts = []
     for _ in range(tasks):

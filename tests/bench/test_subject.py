@@ -1,4 +1,4 @@
-"""The shape of a model, for the bound: as a Runtime holds it."""
+"""The shape of a model, for the bound: as a Runtime holds it; and the tokenizer of a shape."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from radixrt.bench import subject
 from radixrt.bench.catalogue import write_shape
-from radixrt.bench.subject import model_shape
+from radixrt.bench.subject import model_shape, usual_tokenizer
+from radixrt.errors import ModelError
 from radixrt.runtime import Runtime
 from radixrt.workloads.bound import ModelShape
 
@@ -30,3 +32,16 @@ def test_shapes(
     folder = write_shape("tiny", tmp_path_factory.mktemp("tiny"))
     with Runtime(folder, load_format="dummy", device="cpu", max_total_tokens=100, **options) as runtime:
         assert model_shape(runtime) == replace(TINY, **changes)
+
+
+def test_a_tokenizer_that_fits_and_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(subject, "model_folder", lambda name, weights: asked.append(name))
+    assert (usual_tokenizer("tiny"), usual_tokenizer("qwen3-0.6b")) == ("built-in", "smollm2")
+    assert asked == ["smollm2"]
+
+    def is_not_there(name: str, weights: bool) -> None:
+        raise ModelError(name)
+
+    monkeypatch.setattr(subject, "model_folder", is_not_there)
+    assert usual_tokenizer("qwen3-0.6b") == "built-in"
