@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
 import shutil
@@ -45,10 +46,18 @@ def model_of(
     with tempfile.TemporaryDirectory() as name:
         folder = write_shape(config or "tiny", Path(name))
         if tokenizer is not None:
-            source = tokenizer_folder(tokenizer)
-            for file in {file for pattern in _TOKENIZER_FILES for file in source.glob(pattern)}:
-                shutil.copy(file, folder)
+            _add_tokenizer(tokenizer_folder(tokenizer), folder)
         yield folder, "dummy"
+
+
+def _add_tokenizer(source: Path, folder: Path) -> None:
+    """Copy a model's tokenizer, without the longest length of that model: other engines would keep to it."""
+    for file in {file for pattern in _TOKENIZER_FILES for file in source.glob(pattern)}:
+        shutil.copy(file, folder)
+    if (file := folder / "tokenizer_config.json").exists():
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        settings.pop("model_max_length", None)
+        file.write_text(json.dumps(settings), encoding="utf-8")
 
 
 def usual_tokenizer(config: str) -> str:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from radixrt.bench import subject
 from radixrt.bench.catalogue import write_shape
-from radixrt.bench.subject import model_shape, usual_tokenizer
+from radixrt.bench.subject import model_of, model_shape, usual_tokenizer
+from radixrt.builtin import MODEL_PATH
 from radixrt.errors import ModelError
 from radixrt.runtime import Runtime
+from radixrt.text.tokenizer import load_tokenizer
 from radixrt.workloads.bound import ModelShape
 
 TINY = ModelShape(2, 128, 384, 4, 2, 32, 10_240)
@@ -45,3 +48,11 @@ def test_a_tokenizer_that_fits_and_is_there(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(subject, "model_folder", is_not_there)
     assert usual_tokenizer("qwen3-0.6b") == "built-in"
+
+
+def test_a_shape_gets_a_tokenizer_without_the_longest_length_of_its_model() -> None:
+    assert "model_max_length" in (MODEL_PATH / "tokenizer_config.json").read_text()
+    with model_of(None, "tiny", "built-in") as (folder, load_format):
+        assert load_format == "dummy"
+        assert "model_max_length" not in (Path(folder) / "tokenizer_config.json").read_text()
+        assert load_tokenizer(folder).identity == load_tokenizer(MODEL_PATH).identity
