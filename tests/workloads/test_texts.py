@@ -26,10 +26,12 @@ built_in = cache(lambda: load_tokenizer(MODEL_PATH))
 
 
 @cache
-def of_whole_words(lead: tuple[int, ...]) -> Tokenizer:
-    """A token a word, with others before a text."""
-    backend = Backend(models.WordLevel({word: i for i, word in enumerate(words())}, unk_token=words()[0]))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+def of_whole_words(lead: tuple[int, ...] = (), *, blanks: bool = False) -> Tokenizer:
+    """A token a word, with others before a text, and one for each blank if they count."""
+    backend = Backend(models.WordLevel({word: i for i, word in enumerate((" ", *words()))}, unk_token=" "))
+    backend.pre_tokenizer = (
+        pre_tokenizers.Split(" ", "isolated") if blanks else pre_tokenizers.WhitespaceSplit()
+    )
     return Tokenizer(JsonCodec(backend), lead=lead)
 
 
@@ -45,7 +47,7 @@ PROMPTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size
 @given(PROMPTS, st.integers(0, 9))
 def test_texts_share_what_tokens_share(drawn: list[list[int]], seed: int) -> None:
     prompts = [WorkloadPrompt(np.array(ids, np.int32), new_tokens) for new_tokens, ids in enumerate(drawn, 1)]
-    found = as_texts(prompts, of_whole_words(()), seed)
+    found = as_texts(prompts, of_whole_words(), seed)
     assert [one.max_new_tokens for one in found] == [one.max_new_tokens for one in prompts]
     for (one, text), (other, other_text) in combinations(zip(prompts, found, strict=True), 2):
         assert shared(text, other_text) == shared(one, other)
@@ -60,6 +62,18 @@ def test_tokens_before_a_text_count() -> None:
     found = as_texts(prompts, of_whole_words((7, 7)))
     assert [len(one.prompt_ids) for one in found] == [len(one.prompt_ids) for one in prompts]
     assert [one.prompt_ids[:2].tolist() for one in found] == [[7, 7]] * 3
+
+
+def test_no_blank_is_before_a_text() -> None:
+    prompts = lists.unshared(requests=2, prompt_len=(7, 7))  # four words and three blanks
+    found = as_texts(prompts, of_whole_words(blanks=True))
+    assert [len(one.prompt_ids) for one in found] == [7, 7]
+
+
+def test_many_nodes_below_one_begin_with_words_that_differ() -> None:
+    prompts = [WorkloadPrompt(np.array([0, i, 0], np.int32), 1) for i in range(400)]
+    found = as_texts(prompts, of_whole_words())
+    assert len({int(one.prompt_ids[1]) for one in found}) == 400
 
 
 @pytest.mark.parametrize("name", LISTS)
