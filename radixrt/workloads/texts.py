@@ -11,6 +11,8 @@ from functools import cache
 from importlib.resources import files
 from itertools import islice, pairwise
 
+import numpy as np
+
 from radixrt.cache.radix_tree import Tokens
 from radixrt.errors import RadixrtError
 from radixrt.text.tokenizer import Tokenizer
@@ -37,7 +39,8 @@ def as_texts(prompts: Sequence[WorkloadPrompt], tokenizer: Tokenizer, seed: int 
     Raises RadixrtError if the texts have 2 % more tokens than the list, or 2 % fewer.
     """
     texts = _Writer(tokenizer, seed).texts([prompt.prompt_ids for prompt in prompts])
-    encoded = tokenizer.encode_batch(texts)
+    # Not as a list: what such texts share may be encoded once, and is compared with this.
+    encoded = [np.array([*tokenizer.lead, *ids], np.int32) for ids in tokenizer.codec.encode(texts)]
     wanted, found = sum(len(prompt.prompt_ids) for prompt in prompts), sum(map(len, encoded))
     if abs(found - wanted) > TOLERANCE * wanted:
         raise RadixrtError(
