@@ -276,7 +276,7 @@ def test_texts_beside_their_ids_and_another_engine(
     options = ["--text", "--tokenizer", str(MODEL_PATH), "--max-running-requests", "4", "--json", str(report)]
     assert main([*BESIDE, "--baseline", name, *options]) == 0
     shown = capsys.readouterr().out
-    assert f"texts, tokenizer {MODEL_PATH}" in "".join(shown.split("\n"))
+    assert f"texts,tokenizer{MODEL_PATH}" in "".join(shown.split())
     (shape,) = json.loads(report.read_text())["shapes"]
     assert shape["tokenizer"] == str(MODEL_PATH)
     assert shape["baseline"]["settings"][at_once] == 4
