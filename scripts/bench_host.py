@@ -95,8 +95,8 @@ LISTS: dict[str, Callable[[], list[WorkloadPrompt]]] = {
 
 
 class Meter:
-    """Adds up the CPU seconds of parts while it is entered: those of the thread that starts it. What all others take
-    together, mostly for encoding, is a part of its own.
+    """Adds up the CPU seconds of parts while it is entered: those of the thread that starts it. What all others
+    take together, mostly for encoding, is a part of its own.
     """
 
     def __init__(self) -> None:
