@@ -11,29 +11,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from radixrt.bench.catalogue import SHAPES, write_shape
+from radixrt.bench.catalogue import SHAPES
 from radixrt.bench.report import figure_table, wide_console
-from radixrt.builtin import MODEL_PATH
+from radixrt.bench.subject import model_of, usual_tokenizer
 from radixrt.engine.engine import Engine
-from radixrt.errors import RadixrtError
-from radixrt.models.loader import model_folder
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
 from radixrt.workloads.lists import WorkloadPrompt, docqa
 
 PROMPT_VOCABULARY = 1600  # ids of prompts: each tokenizer and shape has as many
-SMOLLM2_VOCABULARY = 49_152
 MOST_TOKENS = 400  # of an answer; those of the schemas end before
 COLUMNS = (
     "shape",
@@ -138,16 +132,6 @@ def extended_over(most: int) -> Iterator[None]:
         Engine.max_forced_rows = usual
 
 
-def tokenizer_folder(config: str) -> Path:
-    """SmolLM2's, of 49,152 tokens, if it is there and the shape has as many; otherwise the built-in model's."""
-    if SHAPES[config]["vocab_size"] < SMOLLM2_VOCABULARY:
-        return MODEL_PATH
-    try:
-        return model_folder("smollm2", weights=False)
-    except RadixrtError:
-        return MODEL_PATH
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", action="append", choices=SHAPES, help="a shape; may be repeated (qwen3-0.6b)")
@@ -157,8 +141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeat", type=int, default=3, metavar="N", help="times are medians (3)")
     parser.add_argument(
         "--tokenizer",
-        type=Path,
-        metavar="FOLDER",
+        metavar="FOLDER_OR_ID",
         help="of a model; masks take longer with more tokens (SmolLM2, or else the built-in model)",
     )
     parser.add_argument("--device", help="such as cpu or cuda:1")
@@ -173,32 +156,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     table = figure_table("Answers to JSON schemas, beside as many of the same lengths without", *COLUMNS)
     for config in given.config or ("qwen3-0.6b",):
-        with tempfile.TemporaryDirectory() as folder:
-            write_shape(config, Path(folder))
-            for file in (given.tokenizer or tokenizer_folder(config)).glob("tokenizer*"):
-                shutil.copy(file, folder)
-            with Runtime(folder, load_format="dummy", device=given.device) as runtime:
-                for prompts, num_schemas in product(lists, given.schemas or (1, 512)):
-                    found = measure(runtime, prompts, num_schemas, given.repeat)
-                    seconds = {name: median(one.seconds for one in runs) for name, runs in found.items()}
-                    last = {name: runs[-1] for name, runs in found.items()}
-                    pairs = zip(found["with"], found["without"], strict=True)
-                    ratio = median(one.seconds / other.seconds for one, other in pairs)
-                    table.add_row(
-                        config,
-                        str(len(prompts)),
-                        str(num_schemas),
-                        f"{seconds['with']:.2f}",
-                        f"{seconds['without']:.2f}",
-                        f"{ratio:.3f}",
-                        str(last["with"].passes),
-                        str(last["without"].passes),
-                        f"{seconds['extended']:.2f}",
-                        str(last["extended"].passes),
-                        f"{seconds['drawn']:.2f}",
-                        str(last["drawn"].passes),
-                        f"{last['with'].late} of {last['with'].masked}",
-                    )
+        tokenizer = given.tokenizer or usual_tokenizer(config)
+        with (
+            model_of(None, config, tokenizer) as (folder, _),
+            Runtime(folder, load_format="dummy", device=given.device) as runtime,
+        ):
+            for prompts, num_schemas in product(lists, given.schemas or (1, 512)):
+                found = measure(runtime, prompts, num_schemas, given.repeat)
+                seconds = {name: median(one.seconds for one in runs) for name, runs in found.items()}
+                last = {name: runs[-1] for name, runs in found.items()}
+                pairs = zip(found["with"], found["without"], strict=True)
+                ratio = median(one.seconds / other.seconds for one, other in pairs)
+                table.add_row(
+                    config,
+                    str(len(prompts)),
+                    str(num_schemas),
+                    f"{seconds['with']:.2f}",
+                    f"{seconds['without']:.2f}",
+                    f"{ratio:.3f}",
+                    str(last["with"].passes),
+                    str(last["without"].passes),
+                    f"{seconds['extended']:.2f}",
+                    str(last["extended"].passes),
+                    f"{seconds['drawn']:.2f}",
+                    str(last["drawn"].passes),
+                    f"{last['with'].late} of {last['with'].masked}",
+                )
     wide_console(140).print(table)
 
 

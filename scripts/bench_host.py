@@ -1,8 +1,10 @@
 """The host's work in a call of `Runtime.generate`: CPU seconds by part, around a device that computes nothing.
 
 python scripts/bench_host.py --list fewshot10k --running 512
+python scripts/bench_host.py --list evaluation --running 2048 --text
 
-All that the host does is real: checks, radix tree, scheduler, attention plans, packed words, booking, outputs.
+All that the host does is real: checks, radix tree, scheduler, attention plans, packed words, booking, outputs. It
+encodes prompts and decodes answers, too, with --text.
 """
 
 from __future__ import annotations
@@ -10,12 +12,14 @@ from __future__ import annotations
 import argparse
 import cProfile
 import functools
+import itertools
 import pstats
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
 
@@ -24,7 +28,9 @@ import torch
 from rich.console import Console
 
 from radixrt.arrays import Int32Array
+from radixrt.bench.catalogue import SHAPES
 from radixrt.bench.report import figure_table
+from radixrt.bench.subject import tokenizer_folder, usual_tokenizer
 from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.engine.driver import Driver
 from radixrt.execution.attention.flat import KernelShape
@@ -41,15 +47,19 @@ from radixrt.schedule.booking import Bookkeeper
 from radixrt.schedule.passes import Pass, PassResult
 from radixrt.schedule.sampling_table import SamplingTable
 from radixrt.schedule.scheduler import Scheduler
-from radixrt.text.tokenizer import Tokenizer
-from radixrt.workloads.lists import TokenSource, WorkloadPrompt, classification, fewshot, judging, samples
+from radixrt.text.tokenizer import Tokenizer, load_tokenizer
+from radixrt.workloads import lists
+from radixrt.workloads.lists import TokenSource, WorkloadPrompt, fewshot, samples
+from radixrt.workloads.texts import as_texts
 from triton_ops.implementation import GPU
 
-POOL_TOKENS, CHUNK, VOCAB_SIZE = 500_000, 16_384, 151_936
+SHAPE = "qwen3-0.6b"
+POOL_TOKENS, CHUNK, VOCAB_SIZE = 500_000, 16_384, SHAPES[SHAPE]["vocab_size"]
 NUM_WEIGHTS = 600_000_000  # small enough for captured passes with extends
 
-# Parts, by the methods whose time is theirs, but for that of other parts inside.
+# Parts, by the methods whose time is theirs, but for that of other parts inside, and of other threads.
 PARTS: dict[str, list[tuple[type, str]]] = {
+    "encoding": [(Tokenizer, "encode_batch")],
     "checks": [(RequestBuilder, "build_all"), (Runtime, "_late")],
     "submission": [(Driver, "submit"), (Driver, "_submit_inbox")],
     "match": [(PrefixCache, "match"), (PrefixCache, "leader"), (PrefixCache, "loan")],
@@ -77,42 +87,47 @@ def chain(steps: int = 1000, step_len: int = 8, new_tokens: int = 2) -> list[Wor
 
 
 LISTS: dict[str, Callable[[], list[WorkloadPrompt]]] = {
-    "fewshot": fewshot,
+    **lists.LISTS,
     "fewshot10k": lambda: fewshot(questions=176, new_tokens=32)[:10_000],
-    "judging": judging,
-    "classification": classification,
-    "samples": samples,
     "samples2048": lambda: samples(prompts=64, new_tokens=128),
     "chain": chain,
 }
 
 
 class Meter:
-    """Adds up the CPU seconds of parts while it is entered."""
+    """Adds up the CPU seconds of parts while it is entered: those of the thread that starts it. What all others
+    take together, mostly for encoding, is a part of its own.
+    """
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._open: list[str] = []
         self._since = 0.0
+        self._others = 0.0  # their clock at the start
+        self._thread = threading.get_ident()
         self._originals: list[tuple[type, str, Any]] = []
 
     def start(self) -> None:
         """Forget what was added up before."""
         self.seconds.clear()
-        self._since = time.process_time()
+        self._thread, self._since = threading.get_ident(), time.thread_time()
+        self._others = time.process_time() - self._since
 
     def so_far(self) -> dict[str, float]:
         self._book()
         return dict(self.seconds)
 
     def _book(self) -> None:
-        now = time.process_time()
+        now = time.thread_time()
+        self.seconds["other threads"] = time.process_time() - now - self._others
         self.seconds[self._open[-1] if self._open else "other"] += now - self._since
         self._since = now
 
     def _timed(self, part: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def timed(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                return method(*args, **kwargs)
             self._book()
             self._open.append(part)
             try:
@@ -211,23 +226,29 @@ class Run:
 
 
 def measure(
-    prompts: list[WorkloadPrompt],
+    prompts: Sequence[WorkloadPrompt],
     max_running: int,
     *,
+    tokenizer: Tokenizer | None = None,
     as_lists: bool = False,
     by_part: bool = False,
     profile: AbstractContextManager[object] | None = None,
 ) -> Run:
-    """Answer the prompts in a Runtime of their own. Measuring parts itself takes time: totals are without it."""
+    """Answer the prompts in a Runtime of their own, with this tokenizer. Measuring parts itself takes time: totals
+    are without it.
+    """
     longest = max(len(prompt.prompt_ids) + prompt.max_new_tokens for prompt in prompts)
-    given = [prompt.prompt_ids.tolist() if as_lists else prompt.prompt_ids for prompt in prompts]
+    given = [
+        (prompt.prompt_ids.tolist() if as_lists else prompt.prompt_ids) if prompt.text is None else prompt.text
+        for prompt in prompts
+    ]
     params = [
         SamplingParams(max_new_tokens=prompt.max_new_tokens, temperature=1.0, ignore_eos=True)
         for prompt in prompts
     ]
     meter = Meter()
     with meter if by_part else nullcontext():  # before the Runtime is made, which keeps some of the methods
-        runtime, runner = host_runtime(max_running, longest + 1)
+        runtime, runner = host_runtime(max_running, longest + 1, tokenizer=tokenizer)
         runner.meter = meter
         meter.start()
         began, began_wall = time.process_time(), time.perf_counter()
@@ -250,57 +271,84 @@ def measure(
     )
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", dest="lists", action="append", choices=LISTS)
+    parser.add_argument("--list", dest="lists", action="append", choices=LISTS, help="may be repeated (all)")
     parser.add_argument("--running", type=int, action="append", metavar="N", help="requests at once (512, 2048)")
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--as-lists", action="store_true", help="prompts are lists of integers, not arrays")
+    parser.add_argument("--as-lists", action="store_true", help="ids are lists of integers, not arrays")
+    parser.add_argument(
+        "--text",
+        action="store_true",
+        help="prompts are texts of English words in the list's shape; then their ids, with the same tokenizer",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="FOLDER_OR_ID",
+        help="of the texts; or: built-in, smollm2 (smollm2 if it is there, or else built-in)",
+    )
     parser.add_argument("--profile", action="store_true", help="print a profile of each call instead")
-    given = parser.parse_args()
-    for name in given.lists or LISTS:
-        prompts = LISTS[name]()
-        title = f"{name}: {len(prompts):,} prompts; CPU s, medians of {given.repeat}; ms up to the first pass"
+    given = parser.parse_args(argv)
+    if given.tokenizer is not None and not given.text:
+        parser.error("--tokenizer is of texts: --text")
+    tokenizer, of_which = None, ""
+    if given.text:
+        name = given.tokenizer or usual_tokenizer(SHAPE)
+        tokenizer, of_which = load_tokenizer(tokenizer_folder(name)), f" of {name}"
+    for listed in given.lists or LISTS:
+        forms: dict[str, Sequence[WorkloadPrompt]] = {"": LISTS[listed]()}
+        if tokenizer is not None:
+            texts = as_texts(forms[""], tokenizer)
+            forms = {", texts": texts, ", their ids": [replace(prompt, text=None) for prompt in texts]}
+        first = next(iter(forms.values()))
+        num_tokens = sum(len(prompt.prompt_ids) for prompt in first)
+        title = f"{listed}: {len(first):,} prompts, {num_tokens:,} tokens{of_which}"
+        title += f"; CPU s, medians of {given.repeat}; ms up to the first pass"
         table = figure_table(title, "part")
         columns: list[dict[str, str]] = []
-        for running in given.running or (512, 2048):
+        for running, form in itertools.product(given.running or (512, 2048), forms):
             if given.profile:
-                _profile(prompts, running, as_lists=given.as_lists)
+                _profile(forms[form], running, tokenizer=tokenizer, as_lists=given.as_lists)
                 continue
-            table.add_column(f"{running} running", justify="right")
-            runs = [measure(prompts, running, as_lists=given.as_lists, by_part=False) for _ in range(given.repeat)]
-            parted = [
-                measure(prompts, running, as_lists=given.as_lists, by_part=True) for _ in range(given.repeat)
-            ]
-            total, passes = median(run.total for run in runs), runs[0].passes
-            steady = min((run.steady for run in runs if run.steady is not None), default=None)
-            ends = [run.end for run in runs if run.end is not None]
-            column = {
-                "total": f"{total:.3f}",
-                "passes": f"{passes}",
-                "ms a request": f"{1000 * total / len(prompts):.3f}",
-                "ms a pass": f"{1000 * total / passes:.3f}",
-                "ms a pass of the same decodes, least": "-" if steady is None else f"{1000 * steady:.3f}",
-                "us an ended request, where none begin": f"{1e6 * median(ends):.1f}" if ends else "-",
-                "ms to the first pass": f"{1000 * median(run.first for run in runs):.1f}",
-                "the same by the clock, least": f"{1000 * min(run.first_wall for run in runs):.1f}",
-            }
-            for part in (*PARTS, "other"):
-                seconds, first = (
-                    median(found.get(part, 0.0) for found in each)
-                    for each in ([run.parts for run in parted], [run.first_parts for run in parted])
-                )
-                column[part] = f"{seconds:.3f} {1000 * first:.1f}"
-            columns.append(column)
+            table.add_column(f"{running} running{form}", justify="right")
+            columns.append(
+                _column(forms[form], running, given.repeat, tokenizer=tokenizer, as_lists=given.as_lists)
+            )
         if columns:
             for part in columns[0]:
                 table.add_row(part, *(column[part] for column in columns))
             Console().print(table)
 
 
-def _profile(prompts: list[WorkloadPrompt], running: int, *, as_lists: bool) -> None:
+def _column(prompts: Sequence[WorkloadPrompt], running: int, repeat: int, **options: Any) -> dict[str, str]:
+    """The figures of a list, by what they are of; `options` of `measure`."""
+    runs = [measure(prompts, running, **options) for _ in range(repeat)]
+    parted = [measure(prompts, running, by_part=True, **options) for _ in range(repeat)]
+    total, passes = median(run.total for run in runs), runs[0].passes
+    steady = min((run.steady for run in runs if run.steady is not None), default=None)
+    ends = [run.end for run in runs if run.end is not None]
+    column = {
+        "total": f"{total:.3f}",
+        "passes": f"{passes}",
+        "ms a request": f"{1000 * total / len(prompts):.3f}",
+        "ms a pass": f"{1000 * total / passes:.3f}",
+        "ms a pass of the same decodes, least": "-" if steady is None else f"{1000 * steady:.3f}",
+        "us an ended request, where none begin": f"{1e6 * median(ends):.1f}" if ends else "-",
+        "ms to the first pass": f"{1000 * median(run.first for run in runs):.1f}",
+        "the same by the clock, least": f"{1000 * min(run.first_wall for run in runs):.1f}",
+    }
+    for part in (*PARTS, "other", "other threads"):
+        seconds, first = (
+            median(found.get(part, 0.0) for found in each)
+            for each in ([run.parts for run in parted], [run.first_parts for run in parted])
+        )
+        column[part] = f"{seconds:.3f} {1000 * first:.1f}"
+    return column
+
+
+def _profile(prompts: Sequence[WorkloadPrompt], running: int, **options: Any) -> None:
     profiler = cProfile.Profile()
-    measure(prompts, running, as_lists=as_lists, profile=profiler)
+    measure(prompts, running, profile=profiler, **options)
     pstats.Stats(profiler).sort_stats("tottime").print_stats(45)
 
 

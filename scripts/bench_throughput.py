@@ -1,4 +1,4 @@
-"""Measures throughput on ten lists of prompts, as `radixrt bench throughput` does.
+"""Measures throughput on sixteen lists of prompts, as `radixrt bench throughput` does.
 
 python scripts/bench_throughput.py --scale cpu
 """

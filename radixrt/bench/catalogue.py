@@ -73,6 +73,21 @@ SCALES = {
             "rollouts": _sizes("prompts 4, prompt len 150-250, samples 8, max new tokens 128, mean log 3"),
             "classification": _sizes("requests 120, instruction len 256, text len 10-40, new tokens 3"),
             "alone": _sizes("requests 4, prompt len 100, new tokens 64"),
+            "agents": _sizes(
+                "runs 6, turns 5, system len 256, task len 10-40, call len 4-16, result len 8-120, mean log 3"
+            ),
+            "repository": _sizes("questions 32, repository len 2048, question len 10-40, new tokens 24-64"),
+            "extraction": _sizes(
+                "requests 48, instruction len 256, document len 20-300, mean log 4, new tokens 8"
+            ),
+            "reasoning": _sizes("prompts 4, prompt len 150-250, samples 4, max new tokens 256, mean log 4"),
+            "thoughts": _sizes(
+                "roots 3, depth 3, branches 2, kept 4, instruction len 256, root len 10-40, thought len 8-16, "
+                "judges 2, question len 6, judgement len 3"
+            ),
+            "evaluation": _sizes(
+                "tasks 3, examples len 200-500, questions 12, question len 10-30, choices 4, choice len 1-6"
+            ),
             "chat": _sizes("conversations 12, turns 4, system len 256, user len 16-64, new tokens 16-64"),
             "choices": _sizes("questions 32, choices 4, examples len 256, question len 16-64, choice len 2-8"),
             "tree_search": _sizes("roots 4, root len 256, rounds 4, branches 4, kept 2, new tokens 16"),
@@ -344,6 +359,12 @@ LISTS = (
     "rollouts",
     "classification",
     "alone",
+    "agents",
+    "repository",
+    "extraction",
+    "reasoning",
+    "thoughts",
+    "evaluation",
 )
 CONFIGS = {"cpu": ("tiny",), "full": ("qwen3-0.6b", "llama-3.1-8b")}
 """By scale: the default shapes."""

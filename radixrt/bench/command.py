@@ -217,22 +217,27 @@ def _kept_prefixes(arguments: argparse.Namespace) -> int:
 # -- throughput -----------------------------------------------------------------------------------------
 
 _THROUGHPUT = """\
-Time one Runtime.generate call over each of ten lists of prompts, from an empty cache. Printed with each time: the
-roofline lower bound of the device and, on an NVIDIA H200, the goal. On request also, in the same run: the engine
-with parts switched off; vLLM, SGLang or transformers' continuous batching on the same lists; the device's idle
-time; the CPU's work in a decode step; a fresh process to its first token; and profiles.
+Time one Runtime.generate call over each of sixteen lists of prompts, as ids or as texts, from an empty cache.
+Printed with each time: the roofline lower bound of the device and, on an NVIDIA H200, the goal of some lists. On
+request also, in the same run: the engine with parts switched off; vLLM, SGLang or transformers' continuous
+batching on the same lists; the device's idle time; the CPU's work in a decode step; a fresh process to its first
+token; and profiles.
 """
 _THROUGHPUT_EXAMPLES = f"""\
 examples:
   radixrt bench throughput --scale cpu
   radixrt bench throughput --config qwen3-0.6b --workload docqa --no-overlap --idle
+  radixrt bench throughput --text --workload evaluation --baseline vllm --max-running-requests 512
   radixrt bench throughput --flat --no-prefix-cache --no-overlap --no-graphs --baseline transformers --idle \\
       --step --start-up --json out.json --plot out.png --trace traces
 
 Answers have fixed lengths and are drawn at temperature 0.6. A baseline runs in a process of its own, with random
-weights for the same shape; vLLM and SGLang with prefix caching, captured graphs and 512 requests at once. Its
-settings are printed. One that fails is shown as -, with the reason below the table. Traces are for chrome://tracing
-or ui.perfetto.dev.
+weights for the same shape; vLLM and SGLang with prefix caching and captured graphs. Its settings are printed. One
+that fails is shown as -, with the reason below the table. Traces are for chrome://tracing or ui.perfetto.dev.
+
+Texts are of English words, one for each node of the prefix tree of the list's prompts: they share what the list
+shares, and have its number of tokens within 2 %. The tokenizer is the model's own; for shapes that of --tokenizer,
+or else SmolLM2's if it is there and the shape has as many tokens, or else the built-in model's.
 {_STATUS}"""
 
 
@@ -241,7 +246,7 @@ def _add_throughput(benchmarks: Any) -> None:
         benchmarks,
         "throughput",
         _throughput,
-        help="ten lists of prompts, compared with the bound, goals, ablations and other engines",
+        help="sixteen lists of prompts, compared with the bound, goals, ablations and other engines",
         description=_THROUGHPUT,
         epilog=_THROUGHPUT_EXAMPLES,
     )
@@ -269,9 +274,25 @@ def _add_throughput(benchmarks: Any) -> None:
     )
     option("--repeat", type=int, metavar="N", help="repetitions with fresh prompts; times are medians (2)")
     option("--seed", type=int, metavar="N", help="of the prompts, the draws and the random weights (0)")
+    option(
+        "--text",
+        action="store_true",
+        help="prompts as texts of English words of the list's lengths and sharing, and from their ids beside that",
+    )
+    option(
+        "--tokenizer",
+        metavar="FOLDER_OR_ID",
+        help="of the texts, for shapes; or: built-in, smollm2 (smollm2 if it is there and fits, or else built-in)",
+    )
     option("--device", metavar="DEVICE", help=_DEVICE)
     option("--quantization", choices=("fp8",), help="of weights, as they are loaded; not of a baseline's (none)")
     option("--kv-dtype", choices=("auto", "fp8"), help="of KV; not of a baseline's (that of the weights)")
+    option(
+        "--max-running-requests",
+        type=int,
+        metavar="N",
+        help="requests at once, of a baseline too (radixrt up to 2048, vLLM and SGLang 512, transformers its own)",
+    )
     option("--tp", type=int, metavar="N", help="cards that hold the model together; not a baseline's (1)")
     option("--pp", type=int, metavar="N", help="stages of its layers, each on so many cards (1)")
 

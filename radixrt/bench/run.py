@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from radixrt.bench.catalogue import LISTS, WORKLOADS, Scale
 from radixrt.errors import RadixrtError
 from radixrt.runtime import Runtime
@@ -93,7 +95,7 @@ class Runs(list[Run]):
 
 def program_of(name: str, scale: Scale, vocab_size: int, repetition: int) -> Program:
     """A program of LISTS or WORKLOADS in the sizes of a scale, with other prompts for each `repetition`."""
-    # The lists' own seeds are 0 to 9, in this order, those of the programs after the first five lists 5 to 7.
+    # The lists' own seeds are 0 to 15, in this order, those of the programs after the first five lists 5 to 7.
     own_seed = (LISTS if name in LISTS else WORKLOADS).index(name)
     seed = own_seed + SEED_STEP * repetition
     return PROGRAMS[name](seed, vocab_size=min(VOCAB_SIZE, vocab_size), **scale.sizes.get(name, {}))
@@ -104,7 +106,7 @@ def run_once(runtime: Runtime, program: Program, shape: ModelShape, speed: Devic
 
     Raises:
         PromptError: a prompt does not fit into the model's context or the pool.
-        RadixrtError: an answer has another length than was asked for.
+        RadixrtError: an answer has another length than was asked for, or a text other tokens than by itself.
     """
     seconds = 0.0
 
@@ -137,20 +139,20 @@ def answer(runtime: Runtime, prompts: Sequence[WorkloadPrompt]) -> list[Answer]:
 
 def _answered(runtime: Runtime, prompts: Sequence[WorkloadPrompt]) -> tuple[list[Answer], float]:
     """The answers, and the seconds of the Runtime's call."""
-    prompt_ids = [prompt.prompt_ids for prompt in prompts]
+    given = [prompt.prompt_ids if prompt.text is None else prompt.text for prompt in prompts]
     if prompts[0].continuation_ids is not None:  # only its time is of interest here
         continuations = [
             prompt.continuation_ids.tolist() for prompt in prompts if prompt.continuation_ids is not None
         ]
         began = time.perf_counter()
-        runtime.score(prompt_ids, continuations)
+        runtime.score(given, continuations)
         return [()] * len(prompts), time.perf_counter() - began
     params = [
         SamplingParams(max_new_tokens=prompt.max_new_tokens, temperature=TEMPERATURE, ignore_eos=True)
         for prompt in prompts
     ]
     began = time.perf_counter()
-    outputs = runtime.generate(prompt_ids, params)
+    outputs = runtime.generate(given, params)
     seconds = time.perf_counter() - began
     for prompt, output in zip(prompts, outputs, strict=True):
         if len(output.token_ids) != prompt.max_new_tokens:
@@ -159,4 +161,6 @@ def _answered(runtime: Runtime, prompts: Sequence[WorkloadPrompt]) -> tuple[list
                 f"a prompt of {len(prompt.prompt_ids)} tokens got {len(output.token_ids)} of "
                 f"{prompt.max_new_tokens} new ones ({why}): nothing can be compared"
             )
+        if not np.array_equal(np.asarray(output.prompt_ids), prompt.prompt_ids):
+            raise RadixrtError(f"a text has other tokens in its list than by itself: {prompt.text!r:.200}")
     return [output.token_ids for output in outputs], seconds

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
+import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,26 +17,74 @@ import torch
 
 from layers.quantization import Quantization, Scales
 from radixrt.assembly import LoadedModel
-from radixrt.bench.catalogue import write_shape
+from radixrt.bench.catalogue import SHAPES, write_shape
 from radixrt.builtin import MODEL_PATH
+from radixrt.errors import ParameterError, RadixrtError
 from radixrt.execution.device import choose_device
-from radixrt.models.loader import multiplies_quantised
+from radixrt.models.loader import model_folder, multiplies_quantised
 from radixrt.planning.cards import shape_of
 from radixrt.runtime import Runtime
+from radixrt.text.tokenizer import load_tokenizer
 from radixrt.version import __version__
 from radixrt.workloads.bound import KNOWN_DEVICES, DeviceSpeed, ModelShape
 
-BUILT_IN = "built-in"
+BUILT_IN, SMOLLM2 = "built-in", "smollm2"
+SMOLLM2_VOCABULARY = 49_152
+_TOKENIZER_FILES = ("*token*", "vocab*", "merges.txt", "*.tiktoken", "tekken.json")
 
 
 @contextlib.contextmanager
-def model_of(model: str | None, config: str | None) -> Iterator[tuple[Path | str, Any]]:
-    """A model's folder or id and its load format: of `model`, or of the shape `config` ("tiny" if None)."""
+def model_of(
+    model: str | None, config: str | None, tokenizer: str | None = None
+) -> Iterator[tuple[Path | str, Any]]:
+    """A model's folder or id and its load format: of `model`, or of the shape `config` ("tiny" if None), which has
+    a tokenizer if `tokenizer` names one (see `tokenizer_folder`).
+    """
     if model is not None:
         yield (MODEL_PATH if model == BUILT_IN else model), "auto"
         return
-    with tempfile.TemporaryDirectory() as folder:
-        yield write_shape(config or "tiny", Path(folder)), "dummy"
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_shape(config or "tiny", Path(name))
+        if tokenizer is not None:
+            _add_tokenizer(tokenizer_folder(tokenizer), folder)
+        yield folder, "dummy"
+
+
+def _add_tokenizer(source: Path, folder: Path) -> None:
+    """Copy a model's tokenizer, without the longest length of that model: other engines would keep to it."""
+    for file in {file for pattern in _TOKENIZER_FILES for file in source.glob(pattern)}:
+        shutil.copy(file, folder)
+    if (file := folder / "tokenizer_config.json").exists():
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        settings.pop("model_max_length", None)
+        file.write_text(json.dumps(settings), encoding="utf-8")
+
+
+def usual_tokenizer(config: str) -> str:
+    """For a shape: SmolLM2's, if it is there and the shape has as many tokens; otherwise the built-in model's."""
+    if SHAPES[config]["vocab_size"] < SMOLLM2_VOCABULARY:
+        return BUILT_IN
+    try:
+        model_folder(SMOLLM2, weights=False)
+    except RadixrtError:
+        return BUILT_IN
+    return SMOLLM2
+
+
+def tokenizer_folder(name: str) -> Path:
+    """The folder of a model's tokenizer: "built-in", "smollm2", a folder or a hub id. Raises ModelError."""
+    return MODEL_PATH if name == BUILT_IN else model_folder(name, weights=False)
+
+
+def check_tokenizer(name: str, config: str | None) -> None:
+    """Raise ParameterError if a tokenizer has ids that the shape `config` has not, TokenizerError or ModelError if
+    there is none of that name that can be read.
+    """
+    size = load_tokenizer(tokenizer_folder(name)).vocab_size
+    if config is not None and size > (known := SHAPES[config]["vocab_size"]):
+        raise ParameterError(
+            f"tokenizer {name} has {size:,} tokens, and the shape {config} has {known:,}: name one with fewer"
+        )
 
 
 def environment_of(device: str | None, model: str) -> dict[str, str]:

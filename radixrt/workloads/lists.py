@@ -1,4 +1,4 @@
-"""Ten lists of prompts, determined by their seed.
+"""Sixteen lists of prompts, determined by their seed.
 
 Their tokens are random: the cost of a run depends on lengths and sharing, not on meaning. Sizes that vary are
 ranges (minimum, maximum), both included.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,11 +29,13 @@ class WorkloadPrompt:
         prompt_ids: `[n >= 1]` int32.
         max_new_tokens: tokens to generate.
         continuation_ids: `[m >= 1]` int32: score these after the prompt, instead of generating an answer.
+        text: whose ids the prompt is, where it is to be given as text (`texts.as_texts`).
     """
 
     prompt_ids: Tokens
     max_new_tokens: int
     continuation_ids: Tokens | None = None
+    text: str | None = None
 
     @property
     def input_ids(self) -> Tokens:
@@ -65,6 +68,13 @@ class TokenSource:
 
     def some_tokens(self, sizes: Range) -> Tokens:
         return self.tokens(self.length(sizes))
+
+    def tailed_length(self, sizes: Range, mean_log: float, deviation: float) -> int:
+        """Of a long tail: the minimum and a log-normal number, whose logarithm has this mean and this standard
+        deviation, but no more than the maximum.
+        """
+        minimum, maximum = sizes
+        return int(min(maximum, self.random.lognormvariate(mean_log, deviation) + minimum))
 
 
 def unshared(
@@ -216,17 +226,15 @@ def rollouts(
     prompt_len: Range = (80, 500),
     samples: int = 16,
     max_new_tokens: int = 3000,
-    mean_log: int = 6,
+    mean_log: float = 6,
+    deviation: float = 0.8,
     vocab_size: int = VOCAB_SIZE,
 ) -> list[WorkloadPrompt]:
-    """Several answers to each of a few short prompts, with long-tailed lengths.
-
-    The logarithm of an answer's length is normal, with the mean `mean_log` and a standard deviation of 0.8.
-    """
+    """Several answers to each of a few short prompts, with long-tailed lengths (`TokenSource.tailed_length`)."""
     source = TokenSource(seed, vocab_size)
 
     def answer_len() -> int:
-        return max(1, int(min(max_new_tokens, source.random.lognormvariate(mean_log, 0.8))))
+        return max(1, source.tailed_length((0, max_new_tokens), mean_log, deviation))
 
     drawn = []
     for _ in range(prompts):
@@ -263,5 +271,166 @@ def alone(
     return [WorkloadPrompt(source.tokens(prompt_len), new_tokens) for _ in range(requests)]
 
 
+def agents(
+    seed: int = 10,
+    *,
+    runs: int = 48,
+    turns: int = 12,
+    system_len: int = 1800,
+    task_len: Range = (100, 600),
+    call_len: Range = (20, 90),
+    result_len: Range = (60, 1500),
+    mean_log: float = 5.3,
+    vocab_size: int = VOCAB_SIZE,
+) -> list[WorkloadPrompt]:
+    """Recorded runs of agents under one system prompt, a request a turn: what came before, with other calls than
+    are generated now, and long-tailed results of tools (`TokenSource.tailed_length`). Shuffled.
+    """
+    source = TokenSource(seed, vocab_size)
+    system = source.tokens(system_len)
+    prompts = []
+    for _ in range(runs):
+        said = np.concatenate([system, source.some_tokens(task_len)])
+        for _ in range(turns):
+            prompts.append(WorkloadPrompt(said, source.length(call_len)))
+            call = source.some_tokens(call_len)
+            said = np.concatenate([said, call, source.tokens(source.tailed_length(result_len, mean_log, 0.9))])
+    source.random.shuffle(prompts)
+    return prompts
+
+
+def repository(
+    seed: int = 11,
+    *,
+    questions: int = 300,
+    repository_len: int = 15_000,
+    question_len: Range = (40, 400),
+    new_tokens: Range = (200, 600),
+    vocab_size: int = VOCAB_SIZE,
+) -> list[WorkloadPrompt]:
+    """Many questions about one repository, with long answers."""
+    return system_prompt(
+        seed,
+        requests=questions,
+        system_len=repository_len,
+        user_len=question_len,
+        new_tokens=new_tokens,
+        vocab_size=vocab_size,
+    )
+
+
+def extraction(
+    seed: int = 12,
+    *,
+    requests: int = 1500,
+    instruction_len: int = 1200,
+    document_len: Range = (200, 3000),
+    mean_log: float = 6.4,
+    new_tokens: int = 60,
+    vocab_size: int = VOCAB_SIZE,
+) -> list[WorkloadPrompt]:
+    """Documents of long-tailed lengths (`TokenSource.tailed_length`) after one instruction."""
+    source = TokenSource(seed, vocab_size)
+    instruction = source.tokens(instruction_len)
+
+    def document() -> Tokens:
+        return source.tokens(source.tailed_length(document_len, mean_log, 0.7))
+
+    return [_continued(instruction, document(), new_tokens) for _ in range(requests)]
+
+
+def reasoning(
+    seed: int = 13,
+    *,
+    prompts: int = 16,
+    prompt_len: Range = (120, 400),
+    samples: int = 8,
+    max_new_tokens: int = 6000,
+    mean_log: float = 7.2,
+    vocab_size: int = VOCAB_SIZE,
+) -> list[WorkloadPrompt]:
+    """Several very long answers to each of a few short prompts: a long tail of few rows."""
+    return rollouts(
+        seed,
+        prompts=prompts,
+        prompt_len=prompt_len,
+        samples=samples,
+        max_new_tokens=max_new_tokens,
+        mean_log=mean_log,
+        deviation=0.7,
+        vocab_size=vocab_size,
+    )
+
+
+def thoughts(
+    seed: int = 14,
+    *,
+    roots: int = 24,
+    depth: int = 4,
+    branches: int = 3,
+    kept: int = 9,
+    instruction_len: int = 900,
+    root_len: Range = (80, 250),
+    thought_len: Range = (60, 160),
+    judges: int = 2,
+    question_len: int = 30,
+    judgement_len: int = 6,
+    vocab_size: int = VOCAB_SIZE,
+) -> list[WorkloadPrompt]:
+    """Recorded trees of thoughts under one instruction. Each thought is a prompt, which is continued, and what
+    several judges are asked about. A level has several thoughts after each that was kept of the one before.
+    Shuffled.
+    """
+    source = TokenSource(seed, vocab_size)
+    instruction = source.tokens(instruction_len)
+    prompts = []
+    for _ in range(roots):
+        level = [np.concatenate([instruction, source.some_tokens(root_len)])]
+        for _ in range(depth):
+            level = [
+                np.concatenate([text, source.some_tokens(thought_len)]) for text in level for _ in range(branches)
+            ]
+            for text in level:
+                prompts.append(WorkloadPrompt(text, source.length(thought_len)))
+                prompts += [_continued(text, source.tokens(question_len), judgement_len) for _ in range(judges)]
+            level = source.random.sample(level, min(kept, len(level)))
+    source.random.shuffle(prompts)
+    return prompts
+
+
+def evaluation(
+    seed: int = 15,
+    *,
+    tasks: int = 6,
+    examples_len: Range = (300, 2200),
+    questions: int = 250,
+    question_len: Range = (30, 180),
+    choices: int = 4,
+    choice_len: Range = (1, 12),
+    new_tokens: int = 1,
+    vocab_size: int = VOCAB_SIZE,
+) -> list[WorkloadPrompt]:
+    """Multiple choice as a harness asks it: examples before each task's questions, a prompt a choice. Shuffled."""
+    source = TokenSource(seed, vocab_size)
+    prompts = []
+    for _ in range(tasks):
+        examples = source.some_tokens(examples_len)
+        for _ in range(questions):
+            question = np.concatenate([examples, source.some_tokens(question_len)])
+            prompts += [_continued(question, source.some_tokens(choice_len), new_tokens) for _ in range(choices)]
+    source.random.shuffle(prompts)
+    return prompts
+
+
 def _continued(shared: Tokens, own: Tokens, new_tokens: int) -> WorkloadPrompt:
     return WorkloadPrompt(np.concatenate([shared, own]), new_tokens)
+
+
+LISTS: dict[str, Callable[..., list[WorkloadPrompt]]] = {
+    make.__name__: make
+    for make in (
+        *(unshared, fewshot, docqa, system_prompt, samples, judging, documents, rollouts, classification, alone),
+        *(agents, repository, extraction, reasoning, thoughts, evaluation),
+    )
+}
+"""By name, in the order of their own seeds, which are 0 to 15."""

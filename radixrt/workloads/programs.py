@@ -165,21 +165,7 @@ def _listed(make: Callable[..., list[WorkloadPrompt]]) -> Callable[..., Program]
 
 
 PROGRAMS: dict[str, Callable[..., Program]] = {
-    **{
-        make.__name__: _listed(make)
-        for make in (
-            lists.unshared,
-            lists.fewshot,
-            lists.docqa,
-            lists.system_prompt,
-            lists.samples,
-            lists.judging,
-            lists.documents,
-            lists.rollouts,
-            lists.classification,
-            lists.alone,
-        )
-    },
+    **{name: _listed(make) for name, make in lists.LISTS.items()},
     **{make.__name__: make for make in (chat, choices, tree_search)},
 }
 """By name: called with a seed, sizes as keywords and vocab_size."""

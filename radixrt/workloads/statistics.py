@@ -70,7 +70,7 @@ def shared_prefixes(prompts: Sequence[Prompt], computed_before: Sequence[Prompt]
             following = current
             continue
         preceding = ordered[i - 1][0] if i else b""
-        shared = max(_common_prefix(current, preceding), _common_prefix(current, following))
+        shared = max(common_prefix(current, preceding), common_prefix(current, following))
         found.append(SharedPrefix(len(current) // 4, shared))
     return found[::-1]
 
@@ -115,7 +115,7 @@ def _best_cached(
     once, last = 0, b""
     path = [(0, 0)]  # of the trie, down to `last`: depth of a node, the lowest limit of the prompts below it
     for tokens, limit in [*ordered, (b"", 0)]:
-        length, shared = len(tokens) // 4, _common_prefix(last, tokens)
+        length, shared = len(tokens) // 4, common_prefix(last, tokens)
         while path[-1][0] > shared:
             depth, lowest = path.pop()
             above = max(shared, path[-1][0])
@@ -137,7 +137,7 @@ def _bytes(tokens: Prompt) -> bytes:
     return np.asarray(tokens, dtype=np.int32).tobytes()
 
 
-def _common_prefix(a: bytes, b: bytes) -> int:
+def common_prefix(a: bytes, b: bytes) -> int:
     """The number of leading int32 tokens that two sequences share."""
     length = min(len(a), len(b)) // 4
     differ = np.frombuffer(a, np.int32, length) != np.frombuffer(b, np.int32, length)

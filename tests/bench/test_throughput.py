@@ -26,7 +26,8 @@ import radixrt
 from radixrt.bench.catalogue import ABLATIONS, CONFIGS, LISTS, SHAPES, write_shape
 from radixrt.bench.kernels.goals import CARD
 from radixrt.bench.pictures import draw_blocks
-from radixrt.bench.run import Runs
+from radixrt.bench.run import Runs, answer
+from radixrt.bench.subject import model_of
 from radixrt.bench.throughput import benchmark, engine_process, passes
 from radixrt.bench.throughput.engine_process import only_visible
 from radixrt.bench.throughput.figures import (
@@ -46,10 +47,12 @@ from radixrt.bench.throughput.passes import busy_seconds, costs, device_interval
 from radixrt.bench.throughput.plot import plot_figures
 from radixrt.bench.throughput.start_up import cold_and_warm, measure_start_up
 from radixrt.bench.throughput.table import print_comparison, print_details, print_start_up, print_workloads
+from radixrt.builtin import MODEL_PATH
 from radixrt.cli import main
 from radixrt.errors import ParameterError, RadixrtError
 from radixrt.runtime import Runtime
 from radixrt.workloads import lists
+from radixrt.workloads.lists import WorkloadPrompt
 from tests.support.tiny_workloads import RUN, SIZES, make_tiny
 
 HOME = Path(radixrt.__file__).resolve().parent.parent
@@ -116,16 +119,17 @@ def test_everything_at_once(
     monkeypatch.setattr(benchmark, "Runtime", runtime)
     options = shlex.split("""
         --scale cpu --repeat 2 --device cpu --bandwidth 1e6 --flops 1e9
-        --no-prefix-cache --no-overlap --no-graphs --flat --deterministic
+        --no-prefix-cache --no-overlap --no-graphs --flat --deterministic --text --max-running-requests 3
         --baseline transformers --idle --step --start-up
         --workload docqa
     """)
     report = tmp_path / "out.json"
     assert main(["bench", "throughput", *options, "--json", str(report), "--trace", str(tmp_path)]) == 0
     shown = capsys.readouterr()
-    assert f"{2 * 6 + 1 + 3}/{2 * 6 + 1 + 3}" in shown.err
-    for words in ("decode step of 5 requests", "start-up with compiled kernels", "no prefix cache", "aten::mm"):
+    assert f"{2 * 7 + 1 + 3}/{2 * 7 + 1 + 3}" in shown.err
+    for words in ("decode step of 3 requests", "start-up with compiled kernels", "no prefix cache", "aten::mm"):
         assert words in shown.out
+    assert "requests at once 3" in shown.out.replace("\n", " ")
     assert re.search(r"docqa +│ +6 │", shown.out), shown.out
 
     names = {name for _, options in ABLATIONS.values() for name in options}
@@ -139,6 +143,7 @@ def test_everything_at_once(
         nothing | {"attention": "flat"},
         nothing | {"deterministic": True},
     ]
+    assert {options["max_running_requests"] for options in made} == {3}
 
     written = json.loads(report.read_text())
     assert set(written) == {"environment", "options", "shapes"}
@@ -161,7 +166,8 @@ def test_everything_at_once(
         assert workload["idle_share"] is None  # there is no GPU
         assert workload["times_bound"] > 0
         assert workload["goal_seconds"] is None
-    assert shape["step"]["requests"] == 5
+    assert shape["baseline"]["settings"]["max_requests_per_batch"] == 3
+    assert shape["step"]["requests"] == 3
     assert shape["start_up"]["warm"]["parts"]["total"] <= shape["start_up"]["warm"]["runtime"]
     assert [profile["name"] for profile in shape["profiles"]] == ["prefill", "decode"]
     for name in ("prefill", "decode"):
@@ -181,7 +187,7 @@ def test_every_list_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[st
     report = tmp_path / "out.json"
     words = f"--scale cpu --repeat 1 --device cpu --bandwidth 1e6 --flops 1e9 --json {report}"
     assert main(["bench", "throughput", *words.split()]) == 0
-    assert "10/10" in capsys.readouterr().err
+    assert "16/16" in capsys.readouterr().err
     ((shape,), tokens) = json.loads(report.read_text())["shapes"], {}
     for workload in shape["workloads"]:
         assert workload["hit_rate"] == pytest.approx(workload["best_hit_rate"], abs=0.02)
@@ -250,12 +256,40 @@ def test_another_engine_beside_ours(
     assert re.search(rf"s . +{shown_as}", shown), shown
     assert f"{shown_as}: load_format='dummy'" in shown
     assert "- [" not in shown
+    assert "from texts" not in shown
     (shape,) = json.loads(report.read_text())["shapes"]
     assert shape["baseline"]["name"] == shown_as
     assert shape["baseline"]["settings"][setting[0]] is setting[1]
     for workload in shape["workloads"]:
         assert 0 < workload["baseline"]["seconds"] < 5
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.usefixtures("tiny", "other_engines")
+@pytest.mark.parametrize(
+    ("name", "at_once"), [("vllm", "max_num_seqs"), ("sglang", "max_running_requests")]
+)
+def test_texts_beside_their_ids_and_another_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, at_once: str
+) -> None:
+    report = tmp_path / "out.json"
+    options = ["--text", "--tokenizer", str(MODEL_PATH), "--max-running-requests", "4", "--json", str(report)]
+    assert main([*BESIDE, "--baseline", name, *options]) == 0
+    shown = capsys.readouterr().out
+    assert f"texts,tokenizer{MODEL_PATH}" in "".join(shown.split())
+    (shape,) = json.loads(report.read_text())["shapes"]
+    assert shape["tokenizer"] == str(MODEL_PATH)
+    assert shape["baseline"]["settings"][at_once] == 4
+    assert not shape["baseline"]["settings"]["skip_tokenizer_init"]
+    for workload in shape["workloads"]:
+        (of_text,), (of_ids,) = workload["runs"], workload["from_ids"]["runs"]
+        wanted, tokens = workload["from_ids"]["list_tokens"], of_text["prompt_tokens"]
+        assert tokens == pytest.approx(wanted, rel=0.02)
+        assert all(of_text[key] == of_ids[key] for key in set(of_text) - {"seconds"})
+        assert workload["hit_rate"] == pytest.approx(workload["best_hit_rate"], abs=0.02)
+        assert workload["baseline"]["seconds"] > 0
+        counts = rf"{workload['workload']} +│ +{tokens:,} │ +{tokens / wanted:.1%} │"
+        assert re.search(counts + r" +[0-9.]+ │ +[0-9.]+ │ +x[0-9.]+ │", shown), shown
 
 
 @pytest.mark.usefixtures("tiny", "other_engines")
@@ -398,6 +432,9 @@ def test_command_errors(
     fails(["--repeat", "0"], "repeat is 0")
     fails(["--baseline-limit", "0"], "baseline_limit is 0")
     fails(["--model", "m", "--config", "tiny"], "give one")
+    fails(["--text", "--model", str(tmp_path)], "cannot load a tokenizer from")
+    monkeypatch.setitem(SHAPES, "tiny", {**SHAPES["tiny"], "vocab_size": 40})
+    fails(["--text", "--config", "tiny"], "tokenizer built-in has 1,632 tokens, and the shape tiny has 40")
     for arguments in (["--workload", "chat"], ["--config", "gpt"], ["--baseline", "tgi"]):
         with pytest.raises(SystemExit) as ended:
             main(["bench", "throughput", *arguments])
@@ -416,6 +453,9 @@ def test_command_errors(
         ({"tp": 0}, "tp is 0"),
         ({"pp": 65}, "pp is 65"),
         ({"bandwidth": 1e12}, "given together"),
+        ({"tokenizer": "smollm2"}, "text is not"),
+        ({"text": True, "tokenizer": "smollm2", "model": "m"}, "a model has its own"),
+        ({"max_running_requests": 0}, "max_running_requests is 0"),
     ],
 )
 def test_options_out_of_bounds_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -437,6 +477,18 @@ def test_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for profile in shape["profiles"]:
         assert profile["costs"]
         assert not any(cost["name"].startswith("aten::") for cost in profile["costs"])
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_text_with_other_tokens_than_alone_stops_the_benchmark() -> None:
+    with (
+        model_of(None, "tiny", "built-in") as (folder, load_format),
+        Runtime(folder, load_format=load_format, device="cpu", max_total_tokens=100) as runtime,
+    ):
+        ids = runtime.tokenizer.encode("the cat")
+        answer(runtime, [WorkloadPrompt(ids, 1, text="the cat")])
+        with pytest.raises(RadixrtError, match="other tokens in its list than by itself: 'the cap'"):
+            answer(runtime, [WorkloadPrompt(ids, 1, text="the cap")])
 
 
 # -- what is measured --------------------------------------------------------------------------------------
@@ -568,7 +620,7 @@ def test_goals_hold_for_their_card_alone() -> None:
     assert goal_of("tiny", "unshared", CARD) is None
     assert goal_of(None, "unshared", CARD) is None
     without = {("llama-3.1-8b", "classification"), ("llama-3.1-8b", "alone")}
-    assert set(GOALS) == set(itertools.product(CONFIGS["full"], LISTS)) - without
+    assert set(GOALS) == set(itertools.product(CONFIGS["full"], LISTS[:10])) - without
     assert {config for config, _ in GOALS} <= set(SHAPES)
 
 

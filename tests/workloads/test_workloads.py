@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -20,16 +20,21 @@ from radixrt.bench.catalogue import SCALES, WORKLOADS
 from radixrt.workloads import TokenStatistics, best_hit_rate, token_statistics
 from radixrt.workloads.bound import DeviceSpeed, Experts, ModelShape, list_bound, program_bound
 from radixrt.workloads.lists import (
+    LISTS,
     WorkloadPrompt,
-    alone,
+    agents,
     classification,
     docqa,
     documents,
+    extraction,
     fewshot,
     judging,
+    reasoning,
+    repository,
     rollouts,
     samples,
     system_prompt,
+    thoughts,
     unshared,
 )
 from radixrt.workloads.programs import (
@@ -153,19 +158,6 @@ def test_the_last_token_of_an_answer_is_not_cached() -> None:
 
 # -- the lists ---------------------------------------------------------------------------------------------
 
-LISTS: list[Callable[..., list[WorkloadPrompt]]] = [
-    unshared,
-    fewshot,
-    docqa,
-    system_prompt,
-    samples,
-    judging,
-    documents,
-    rollouts,
-    classification,
-    alone,
-]
-
 # Of the definition's lists, for its own seeds and for seed 17.
 GOLDEN = {
     "unshared": ("dbb774544267ded6", "f7005e4c8828eb9c"),
@@ -178,6 +170,12 @@ GOLDEN = {
     "rollouts": ("6cfea29e38ba8381", "aec5c903b07d97d3"),
     "classification": ("dfed4896146c8b25", "522bb7cf62835e50"),
     "alone": ("3d81979d96dc2beb", "4a27d3270e46fcec"),
+    "agents": ("791410fad70026ce", "5c2fa46e46515e86"),
+    "repository": ("b5c1401d2493c9a3", "eacd742f0c4a7a08"),
+    "extraction": ("4289401615dd2aa0", "58ab375df7383afd"),
+    "reasoning": ("96b3d652d78c63ff", "9f42d8c83a155722"),
+    "thoughts": ("79ba0fb30a789616", "090c274c7761e801"),
+    "evaluation": ("0834f178e7c2966e", "ab2df63b4ff721c5"),
 }
 
 # Of the same lists: requests, prompt tokens, distinct ones, answers' tokens, and the bound in seconds of both
@@ -193,6 +191,12 @@ FIGURES = {
     "rollouts": (512, 130_656, 8_166, 279_095, 4.7722578241207145, 16.06005935918213),
     "classification": (6000, 4_708_623, 507_834, 18_000, 0.7076743098852647, 9.468305119143858),
     "alone": (8, 4_800, 4_800, 5_600, 0.3443780601773846, 2.7120285900556103),
+    "agents": (576, 2_546_986, 235_555, 32_583, 0.9655637792767611, 5.636535611601351),
+    "repository": (300, 4_568_683, 83_679, 119_495, 2.1845987789736308, 6.530253224269168),
+    "extraction": (1500, 3_225_602, 1_426_697, 90_000, 4.706914406546878, 29.830554188392313),
+    "reasoning": (128, 35_040, 4_380, 210_223, 8.438908773860865, 28.646303949902816),
+    "thoughts": (4752, 6_774_417, 272_442, 191_815, 1.0233231162259744, 8.833310081933966),
+    "evaluation": (6000, 7_463_063, 204_435, 6_000, 0.3006362653138633, 3.780953344523666),
 }
 
 H200 = DeviceSpeed(bandwidth=4.26e12, flops=790e12)
@@ -208,16 +212,17 @@ def digest(prompts: Sequence[WorkloadPrompt]) -> str:
     """Of lengths, tokens and answers' lengths."""
     of_all = hashlib.sha256()
     for one in prompts:
-        of_all.update(np.array([len(one.prompt_ids), *one.prompt_ids, one.max_new_tokens], np.int32).tobytes())
+        lengths = np.array([len(one.prompt_ids), one.max_new_tokens], np.int32)
+        of_all.update(np.concatenate([lengths[:1], one.prompt_ids, lengths[1:]]).tobytes())
     return of_all.hexdigest()[:16]
 
 
-@pytest.mark.parametrize("make", LISTS, ids=lambda make: make.__name__)
-def test_lists_are_those_of_the_definition(make: Callable[..., list[WorkloadPrompt]]) -> None:
-    prompts = make()
-    assert (digest(prompts), digest(make(17))) == GOLDEN[make.__name__]
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_are_those_of_the_definition(name: str) -> None:
+    prompts = LISTS[name]()
+    assert (digest(prompts), digest(LISTS[name](17))) == GOLDEN[name]
     statistics = token_statistics([one.prompt_ids for one in prompts])
-    requests, prompt_tokens, distinct, new_tokens, qwen3, llama = FIGURES[make.__name__]
+    requests, prompt_tokens, distinct, new_tokens, qwen3, llama = FIGURES[name]
     assert (len(prompts), statistics.prompt_tokens, statistics.distinct_tokens) == (
         requests,
         prompt_tokens,
@@ -238,6 +243,11 @@ def test_lists_of_other_sizes_are_those_of_the_definition() -> None:
     assert digest(documents(5, documents=2, questions=3)) == "2865b28010e0a07e"
     assert digest(rollouts(5, prompts=3, samples=4)) == "851c5936770858d1"
     assert digest(classification(5, requests=9)) == "d6efc59a4eaaaf2c"
+    assert digest(agents(5, runs=3, turns=4, system_len=50)) == "875e9387a61244db"
+    assert digest(repository(5, repository_len=60, questions=7)) == "7afe6bdcd6a7110e"
+    assert digest(extraction(5, requests=4)) == "f3a95da0479a526e"
+    assert digest(reasoning(5, prompts=3, samples=4)) == "3c8f592d7ff857c8"
+    assert digest(thoughts(5, roots=2, depth=3, branches=4)) == "b84edb6ad09d0fb1"
 
 
 def test_lengths_keep_to_their_ranges() -> None:
@@ -386,6 +396,7 @@ def test_programs_depend_on_their_seed_alone(name: str) -> None:
 
 
 def test_every_program_has_a_size_at_the_cpu_scale() -> None:
+    assert tuple(LISTS) == LIST_NAMES
     assert tuple(PROGRAMS) == tuple(SCALES["cpu"].sizes) == tuple(dict.fromkeys(LIST_NAMES + WORKLOADS))
     # Requests that are admitted together must wait for their prefix: it takes more than one pass.
     budget = SCALES["cpu"].chunked_prefill_size

@@ -14,7 +14,15 @@ from tqdm import tqdm
 from radixrt.bench.catalogue import ABLATIONS, SCALES
 from radixrt.bench.report import check_files, told, wide_console, write_json
 from radixrt.bench.run import Run, Runs, answer, program_of, run_once
-from radixrt.bench.subject import device_speed, environment_of, model_of, model_shape
+from radixrt.bench.subject import (
+    check_tokenizer,
+    device_speed,
+    environment_of,
+    model_of,
+    model_shape,
+    tokenizer_folder,
+    usual_tokenizer,
+)
 from radixrt.bench.throughput.engine_process import EngineProcess, check_installed
 from radixrt.bench.throughput.figures import BaselineEngine, ShapeFigures, WorkloadFigures, goal_of
 from radixrt.bench.throughput.options import Options
@@ -26,12 +34,20 @@ from radixrt.bench.throughput.passes import (
     profile_passes,
 )
 from radixrt.bench.throughput.start_up import cold_and_warm, measure_start_up
-from radixrt.bench.throughput.table import print_comparison, print_details, print_start_up, print_workloads
+from radixrt.bench.throughput.table import (
+    print_comparison,
+    print_details,
+    print_start_up,
+    print_texts,
+    print_workloads,
+)
 from radixrt.execution.device import choose_device
 from radixrt.runtime import Runtime
+from radixrt.text.tokenizer import load_tokenizer
 from radixrt.workloads.bound import DeviceSpeed
 from radixrt.workloads.lists import WorkloadPrompt
-from radixrt.workloads.programs import Program
+from radixrt.workloads.programs import one_round
+from radixrt.workloads.texts import as_texts
 
 _WIDTH = 125  # of the tables without a terminal
 
@@ -50,6 +66,8 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
     environment = environment_of(options.device, options.model or named)
     if options.num_cards > 1:
         environment["cards"] = f"{options.num_cards} ({options.tp} ranks, {options.pp} stages)"
+    if options.max_running_requests is not None:
+        environment["requests at once"] = str(options.max_running_requests)
     console.print(told(environment))
     if options.scale == "full" and choose_device(options.device).type == "cpu":
         print("radixrt: these sizes are for a GPU; --scale cpu has sizes for a CPU", file=sys.stderr)
@@ -67,6 +85,7 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
                 measurement.measure_engine()
                 with tqdm.external_write_mode():
                     print_workloads(figures, console)
+                    print_texts(figures, console)
                     print_details(figures, console, environment["device"])
                 for ablation in options.ablations:
                     measurement.measure_ablation(ablation)
@@ -90,22 +109,31 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
 def _shape_figures(config: str | None, options: Options, device_name: str) -> ShapeFigures:
     name = options.model or f"{config} (random weights)"
     goals = {workload: goal_of(config, workload, device_name) for workload in options.workloads}
-    has_goals = options.num_cards == 1 and options.in_bf16
-    return ShapeFigures(
-        config, name, [WorkloadFigures(w, goal if has_goals else None) for w, goal in goals.items()]
-    )
+    has_goals = options.num_cards == 1 and options.in_bf16 and not options.text
+    workloads = [WorkloadFigures(w, goal if has_goals else None) for w, goal in goals.items()]
+    return ShapeFigures(config, name, workloads, tokenizer=_tokenizer_of(config, options))
+
+
+def _tokenizer_of(config: str | None, options: Options) -> str | None:
+    """The name of what texts are encoded with; None without texts."""
+    if not options.text:
+        return None
+    name = options.model or options.tokenizer or usual_tokenizer(config or "tiny")
+    check_tokenizer(name, config)
+    return name
 
 
 @contextlib.contextmanager
 def _measurement(figures: ShapeFigures, options: Options, done: Step) -> Iterator[ShapeMeasurement]:
-    with model_of(options.model, figures.config) as (model, load_format):
+    with model_of(options.model, figures.config, figures.tokenizer) as (model, load_format):
         yield ShapeMeasurement(figures, options, model, load_format, done)
 
 
 def _parts(options: Options) -> int:
     """The number of calls of `done`."""
     lists = len(options.workloads)
-    a_shape = lists * options.repeat * (1 + len(options.ablations)) + lists * (options.baseline is not None)
+    a_shape = lists * options.repeat * (1 + options.text + len(options.ablations))
+    a_shape += lists * (options.baseline is not None)
     if choose_device(options.device).type == "cuda":
         a_shape += lists * options.idle
     a_shape += options.step + options.start_up + (options.trace is not None)
@@ -153,8 +181,11 @@ class ShapeMeasurement:
             "seed": options.seed,
             "chunked_prefill_size": scale.chunked_prefill_size,
             "max_total_tokens": scale.max_total_tokens,
+            "max_running_requests": options.max_running_requests,
         }
         self._done = done
+        name = figures.tokenizer
+        self._tokenizer = None if name is None else load_tokenizer(tokenizer_folder(name))
 
     def measure_engine(self) -> None:
         """Measure the engine: all repetitions, then the optional measurements.
@@ -162,13 +193,21 @@ class ShapeMeasurement:
         Raises:
             ParameterError, ModelError: the Runtime cannot be made.
             PromptError: a prompt does not fit into the model's context or the pool.
+        RadixrtError: a list's texts are not as long as it is (`as_texts`), or encoded otherwise than alone.
         """
         with Runtime(**self._runtime_options) as runtime:
             self.figures.vocab_size = runtime.config.vocab_size
             for workload in self.figures.workloads:
-                for run in self._repetitions(runtime, workload.workload):
-                    workload.runs.append(run)
-                    self._done(workload.workload)
+                name = workload.workload
+                for prompts in self._repetitions(runtime, name):
+                    workload.runs.append(self._run(runtime, prompts))
+                    self._done(name)
+                    if self.options.text:
+                        ids = [replace(prompt, text=None) for prompt in prompts]
+                        workload.from_ids.append(self._run(runtime, ids))
+                        self._done(f"{name}, from ids")
+                if self.options.text:
+                    workload.list_tokens = sum(len(one.prompt_ids) for one in self._ids(name, self.options.seed))
             if self.options.idle and self.device.type == "cuda":
                 for workload in self.figures.workloads:
                     workload.idle_share = self._idle_share(runtime, workload.workload)
@@ -187,8 +226,8 @@ class ShapeMeasurement:
         with Runtime(**self._runtime_options, **options) as runtime:
             for workload in self.figures.workloads:
                 runs = workload.ablated[ablation] = Runs()
-                for run in self._repetitions(runtime, workload.workload):
-                    runs.append(run)
+                for prompts in self._repetitions(runtime, workload.workload):
+                    runs.append(self._run(runtime, prompts))
                     self._done(f"{workload.workload}, {ablation}")
 
     def measure_start_up(self) -> None:
@@ -211,24 +250,27 @@ class ShapeMeasurement:
 
     def _other_engine(self, engine: str) -> EngineProcess:
         options = {name: self._runtime_options[name] for name in ("model", "load_format", "seed")}
+        options["max_requests"] = self.options.max_running_requests
+        options["from_text"] = self.options.text
         if engine == "transformers":
             options["device"] = self.device.type
             options["max_total_tokens"] = self._runtime_options["max_total_tokens"]
             options["max_batch_tokens"] = self._runtime_options["chunked_prefill_size"]
         return EngineProcess(engine, options, self.device)
 
-    def _repetitions(self, runtime: Runtime, name: str) -> Iterator[Run]:
+    def _repetitions(self, runtime: Runtime, name: str) -> Iterator[Sequence[WorkloadPrompt]]:
+        """The prompts of each repetition, once the Runtime is warm."""
         first = self.options.seed
         answer(runtime, self._warm_up_prompts(name))
         for repetition in range(first, first + self.options.repeat):
-            yield self._run(runtime, name, repetition)
+            yield self._prompts(name, repetition)
 
-    def _run(self, runtime: Runtime, name: str, repetition: int) -> Run:
+    def _run(self, runtime: Runtime, prompts: Sequence[WorkloadPrompt]) -> Run:
         speed = device_speed(self.device, self.options.bandwidth, self.options.flops)
         if speed is not None:  # what goes from card to card takes no time in the bound
             cards = self.options.num_cards
             speed = DeviceSpeed(cards * speed.bandwidth, cards * speed.flops)
-        return run_once(runtime, self._program(name, repetition), model_shape(runtime), speed)
+        return run_once(runtime, one_round(prompts), model_shape(runtime), speed)
 
     def _warm_up_prompts(self, name: str) -> list[WorkloadPrompt]:
         """Other prompts of the same kind, with few new tokens."""
@@ -237,12 +279,16 @@ class ShapeMeasurement:
 
     def _idle_share(self, runtime: Runtime, name: str) -> float:
         """The idle share of one more repetition, which takes longer because of the profiler."""
+        prompts = self._prompts(name, self.options.seed + self.options.repeat)
         with device_profiler() as profiler:
-            run = self._run(runtime, name, self.options.seed + self.options.repeat)
+            run = self._run(runtime, prompts)
         return max(0.0, 1 - busy_seconds(device_intervals(profiler)) / run.seconds)
 
     def _prompts(self, name: str, repetition: int) -> Sequence[WorkloadPrompt]:
-        return next(self._program(name, repetition))  # a list is a program of one round
+        ids = self._ids(name, repetition)
+        return ids if self._tokenizer is None else as_texts(ids, self._tokenizer, repetition)
 
-    def _program(self, name: str, repetition: int) -> Program:
-        return program_of(name, SCALES[self.options.scale], self.figures.vocab_size, repetition)
+    def _ids(self, name: str, repetition: int) -> Sequence[WorkloadPrompt]:
+        """The list of that name, whose tokens are random."""
+        program = program_of(name, SCALES[self.options.scale], self.figures.vocab_size, repetition)
+        return next(program)  # a list is a program of one round

@@ -166,8 +166,11 @@ def only_visible(device: torch.device) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": visible.split(",")[device.index] if visible else str(device.index)}
 
 
-def _listed(prompts: Sequence[WorkloadPrompt]) -> list[tuple[list[int], int]]:
-    return [(prompt.prompt_ids.tolist(), prompt.max_new_tokens) for prompt in prompts]
+def _listed(prompts: Sequence[WorkloadPrompt]) -> list[tuple[list[int] | str, int]]:
+    return [
+        (prompt.prompt_ids.tolist() if prompt.text is None else prompt.text, prompt.max_new_tokens)
+        for prompt in prompts
+    ]
 
 
 def _pass_on(stream: IO[str], lines: queue.SimpleQueue[str]) -> None:

@@ -2,8 +2,8 @@
 
 Its one argument is JSON: `engine`, one of ENGINES, and its keyword arguments. It prints lines of JSON: one when
 the engine is up, with its name, version and settings; then, for each line on standard input (`temperature`,
-`warm_up` and `prompts`, each of [token ids, new tokens]), one when it is warm and one with the list's seconds and
-tokens, or the error.
+`warm_up` and `prompts`, each of [token ids or text, new tokens]), one when it is warm and one with the list's
+seconds and tokens, or the error.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from radixrt.bench.throughput.transformers_batching import TransformersBatching
 
 MAX_REQUESTS, PASS_TOKENS = 512, 16_384  # of passes; radixrt runs up to 2,048 requests at once by default
 
-Listed = list[tuple[list[int], int]]
-"""Prompts with the number of tokens to generate for each."""
+Listed = list[tuple[Any, int]]
+"""Prompts, all of them token ids or all texts, with the number of tokens to generate for each."""
 
 
 class Engine(Protocol):
@@ -40,13 +40,17 @@ class Engine(Protocol):
 class VLLM:
     """vLLM's `LLM` with its prefix cache; compiled, with captured graphs, which are its defaults."""
 
-    def __init__(self, model: str, *, load_format: str, seed: int) -> None:
+    def __init__(
+        self, model: str, *, load_format: str, seed: int, max_requests: int | None, from_text: bool
+    ) -> None:
         vllm = importlib.import_module("vllm")
+        self._given_as = "prompt" if from_text else "prompt_token_ids"
         self.settings = {
             "load_format": load_format,
-            "skip_tokenizer_init": load_format == "dummy",  # such a folder has no tokenizer
+            # Without texts a folder without weights has no tokenizer.
+            "skip_tokenizer_init": load_format == "dummy" and not from_text,
             "enable_prefix_caching": True,
-            "max_num_seqs": MAX_REQUESTS,
+            "max_num_seqs": max_requests or MAX_REQUESTS,
             "max_num_batched_tokens": PASS_TOKENS,
             "gpu_memory_utilization": 0.9,
             "enforce_eager": False,
@@ -64,7 +68,7 @@ class VLLM:
     def answer(self, prompts: Listed, temperature: float) -> int:
         detokenize = not self.settings["skip_tokenizer_init"]
         outputs = self._llm.generate(
-            [{"prompt_token_ids": ids} for ids, _ in prompts],
+            [{self._given_as: prompt} for prompt, _ in prompts],
             [
                 self._params(temperature=temperature, max_tokens=tokens, ignore_eos=True, detokenize=detokenize)
                 for _, tokens in prompts
@@ -77,17 +81,21 @@ class VLLM:
 class SGLang:
     """SGLang's `Engine` with its radix cache, a token a page, the longest prefix first, and captured graphs."""
 
-    def __init__(self, model: str, *, load_format: str, seed: int) -> None:
+    def __init__(
+        self, model: str, *, load_format: str, seed: int, max_requests: int | None, from_text: bool
+    ) -> None:
         sglang = importlib.import_module("sglang")
+        at_once = max_requests or MAX_REQUESTS
+        self._given_as = "prompt" if from_text else "input_ids"
         self.settings = {
             "load_format": load_format,
-            "skip_tokenizer_init": load_format == "dummy",
+            "skip_tokenizer_init": load_format == "dummy" and not from_text,
             "disable_radix_cache": False,
             "schedule_policy": "lpm",
             "page_size": 1,
-            "max_running_requests": MAX_REQUESTS,
+            "max_running_requests": at_once,
             "chunked_prefill_size": PASS_TOKENS,
-            "cuda_graph_max_bs": MAX_REQUESTS,
+            "cuda_graph_max_bs": at_once,
             "random_seed": seed,
         }
         self._engine = sglang.Engine(model_path=model, **self.settings)
@@ -99,7 +107,7 @@ class SGLang:
 
     def answer(self, prompts: Listed, temperature: float) -> int:
         outputs = self._engine.generate(
-            input_ids=[ids for ids, _ in prompts],
+            **{self._given_as: [prompt for prompt, _ in prompts]},
             sampling_params=[
                 {"temperature": temperature, "max_new_tokens": tokens, "ignore_eos": True} for _, tokens in prompts
             ],

@@ -109,6 +109,8 @@ class WorkloadFigures:
         runs: a run for each repetition.
         ablated: by name, the same with a part of the engine switched off.
         idle_share: 0 to 1, of the seconds of one more run, in which the device did nothing.
+        from_ids: where the prompts are texts, the same once more from their ids.
+        list_tokens: where the prompts are texts, the tokens of the first repetition's list of ids.
     """
 
     workload: str
@@ -117,6 +119,8 @@ class WorkloadFigures:
     ablated: dict[str, Runs] = field(default_factory=dict)
     idle_share: float | None = None
     baseline: BaselineRun | None = None
+    from_ids: Runs = field(default_factory=Runs)
+    list_tokens: int = 0
 
     @property
     def goal_seconds(self) -> float | None:
@@ -152,6 +156,13 @@ class WorkloadFigures:
                 name: {"seconds": runs.seconds, "runs": runs.to_json()} for name, runs in self.ablated.items()
             },
             "baseline": None if self.baseline is None else asdict(self.baseline),
+            "from_ids": {
+                "seconds": self.from_ids.seconds,
+                "list_tokens": self.list_tokens,
+                "runs": self.from_ids.to_json(),
+            }
+            if self.from_ids
+            else None,
         }
 
 
@@ -166,6 +177,7 @@ class ShapeFigures:
         cold, warm: start-ups without and with compiled kernels on the disk.
         vocab_size: the model's, once it has been seen: ids of prompts are below it.
         baseline: name and version of the other engine, and the settings that it ran with.
+        tokenizer: whose texts the prompts are; None: they are ids.
     """
 
     config: str | None
@@ -177,6 +189,7 @@ class ShapeFigures:
     profiles: list[Profile] = field(default_factory=list)
     vocab_size: int = VOCAB_SIZE
     baseline: BaselineEngine | None = None
+    tokenizer: str | None = None
 
     @property
     def baseline_name(self) -> str:
@@ -188,6 +201,7 @@ class ShapeFigures:
         return {
             "config": self.config,
             "name": self.name,
+            "tokenizer": self.tokenizer,
             "workloads": [figures.to_dict() for figures in self.workloads if figures.runs],
             "step": None if self.step is None else {**asdict(self.step), "cpu_seconds": self.step.cpu_seconds},
             "start_up": {

@@ -23,6 +23,9 @@ class Options:
         seed: repetition r makes its prompts from the workload's own seed + run.SEED_STEP (seed + r).
         device, quantization, kv_dtype: as in `Runtime`; a baseline is not quantised.
         tp, pp: `tensor_parallel_size` and `pipeline_parallel_size` of the Runtime.
+        text: prompts are texts of English words in the lists' shape, beside which their ids are measured.
+        tokenizer: of the texts, for shapes, as `tokenizer_folder` takes it; None: the `usual_tokenizer`.
+        max_running_requests: at once, in every engine; None: of each engine its own.
         ablations: names, of ABLATIONS; everything is measured again with each.
         baseline: one of BASELINES, or None.
         baseline_limit: seconds after which a workload of the baseline is stopped.
@@ -44,6 +47,9 @@ class Options:
     kv_dtype: str = "auto"
     tp: int = 1
     pp: int = 1
+    text: bool = False
+    tokenizer: str | None = None
+    max_running_requests: int | None = None
     ablations: tuple[str, ...] = ()
     baseline: str | None = None
     baseline_limit: float = 120.0
@@ -69,6 +75,12 @@ class Options:
         one_of("kv_dtype", self.kv_dtype, ("auto", "fp8"))
         if self.model is not None and self.configs:
             raise ParameterError("model and config are both given; give one")
+        if self.tokenizer is not None and not self.text:
+            raise ParameterError("tokenizer is given, and text is not: without texts none is needed")
+        if self.tokenizer is not None and self.model is not None:
+            raise ParameterError("tokenizer is for shapes: a model has its own")
+        if self.max_running_requests is not None:
+            check_int("max_running_requests", self.max_running_requests, 1, 2**16)
         check_int("repeat", self.repeat, 1, 1000)
         check_int("seed", self.seed, 0, 2**32)
         check_int("tp", self.tp, 1, 64)

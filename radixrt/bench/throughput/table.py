@@ -63,6 +63,26 @@ def print_workloads(figures: ShapeFigures, console: Console) -> None:
     console.print(_CAPTION, style="dim")
 
 
+def print_texts(figures: ShapeFigures, console: Console) -> None:
+    """Print the lists from texts beside the same lists from ids, if prompts are texts."""
+    if figures.tokenizer is None:
+        return
+    title = f"{figures.name}: texts, tokenizer {figures.tokenizer}"
+    columns = "prompt\ntokens", "of the list's", "s\nfrom texts", "s\nfrom their ids", "texts / ids"
+    table = figure_table(title, "workload", *columns)
+    for workload in figures.workloads:
+        tokens, text, ids = workload.runs[0].prompt_tokens, workload.runs.seconds, workload.from_ids.seconds
+        table.add_row(
+            workload.workload,
+            f"{tokens:,}",
+            f"{tokens / workload.list_tokens:.1%}",
+            f"{text:.2f}",
+            f"{ids:.2f}",
+            f"x{text / ids:.2f}",
+        )
+    console.print(table)
+
+
 def print_comparison(figures: ShapeFigures, console: Console) -> None:
     """Print the seconds of ablations and the baseline, also as multiples of ours."""
     ablations = list(figures.workloads[0].ablated)

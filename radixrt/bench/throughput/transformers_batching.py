@@ -20,7 +20,9 @@ class TransformersBatching:
         model: folder or id. With load_format "dummy" its config alone is read and weights are random.
         seed: of random weights and draws.
         device: "cuda", or "cpu", in float32; elsewhere in the config's dtype.
-        max_total_tokens, max_batch_tokens: of the KV cache and of a pass; None: transformers' choice.
+        max_total_tokens, max_batch_tokens, max_requests: of the KV cache and of a pass, and requests of a pass;
+            None: transformers' choice.
+        from_text: prompts are texts.
     """
 
     def __init__(
@@ -32,8 +34,16 @@ class TransformersBatching:
         device: str,
         max_total_tokens: int | None,
         max_batch_tokens: int | None,
+        max_requests: int | None,
+        from_text: bool,
     ) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, __version__
+        from transformers import (
+            AutoConfig,
+            AutoModelForCausalLM,
+            AutoTokenizer,
+            ContinuousBatchingConfig,
+            __version__,
+        )
 
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
         config = AutoConfig.from_pretrained(model)
@@ -45,23 +55,26 @@ class TransformersBatching:
                 self._model = AutoModelForCausalLM.from_config(config, **own)  # type: ignore[no-untyped-call]
         else:
             self._model = AutoModelForCausalLM.from_pretrained(model, **own).to(device)  # type: ignore[arg-type]
+        # Some of its versions have no such limit.
+        limits: dict[str, Any] = {} if max_requests is None else {"max_requests_per_batch": max_requests}
         self._config = ContinuousBatchingConfig(
             block_size=BLOCK_SIZE,
             num_blocks=None if max_total_tokens is None else max_total_tokens // BLOCK_SIZE,
             max_batch_tokens=max_batch_tokens,
             seed=seed,
+            **limits,
         )
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(model) if from_text else None
         self._manager: Any = None
         self.name = f"transformers {__version__}"
         self.settings: dict[str, Any] = {
             "attn_implementation": own["attn_implementation"],
             "block_size": BLOCK_SIZE,
             "max_batch_tokens": max_batch_tokens,
+            **limits,
         }
 
-    def warm_up(
-        self, warm_up: list[tuple[list[int], int]], prompts: list[tuple[list[int], int]], temperature: float
-    ) -> None:
+    def warm_up(self, warm_up: list[tuple[Any, int]], prompts: list[tuple[Any, int]], temperature: float) -> None:
         """Start a manager with room for `prompts`, which answers a few short ones of `warm_up`."""
         from transformers import GenerationConfig
         from transformers.generation.continuous_batching.utils import WorkloadHints
@@ -71,7 +84,7 @@ class TransformersBatching:
             do_sample=True, temperature=temperature, top_k=0, top_p=1.0, eos_token_id=-1, max_new_tokens=1
         )
         hints = WorkloadHints(
-            max_prompt_length=max(len(ids) for ids, _ in prompts),
+            max_prompt_length=max(len(ids) for ids, _ in self._encoded(prompts)),
             max_generated_length=max(tokens for _, tokens in prompts),
             num_requests=len(prompts),
         )
@@ -80,11 +93,21 @@ class TransformersBatching:
         )
         self._manager.warmup()
         self._manager.start()
-        short = [(ids[:WARM_UP_LEN], WARM_UP_TOKENS) for ids, _ in warm_up[:WARM_UP_REQUESTS]]
-        self.answer(short, temperature)
+        short = self._encoded(warm_up[:WARM_UP_REQUESTS])
+        self._answer([(ids[:WARM_UP_LEN], WARM_UP_TOKENS) for ids, _ in short])
 
-    def answer(self, prompts: list[tuple[list[int], int]], temperature: float) -> int:
+    def answer(self, prompts: list[tuple[Any, int]], temperature: float) -> int:
         """Answer a list at the temperature of the warm-up. Returns the number of generated tokens."""
+        return self._answer(self._encoded(prompts))
+
+    def _encoded(self, prompts: list[tuple[Any, int]]) -> list[tuple[list[int], int]]:
+        """Prompts as ids, which is all that it takes."""
+        if self._tokenizer is None:
+            return prompts
+        ids = self._tokenizer([text for text, _ in prompts])["input_ids"]
+        return [(one, tokens) for one, (_, tokens) in zip(ids, prompts, strict=True)]
+
+    def _answer(self, prompts: list[tuple[list[int], int]]) -> int:
         # In the order in which its own `generate_batch` asks, for the sake of its prefix cache.
         for ids, tokens in sorted(prompts, reverse=True):
             self._manager.add_request(ids, max_new_tokens=tokens)

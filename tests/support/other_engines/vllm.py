@@ -38,6 +38,8 @@ class LLM:
         assert os.path.isfile(os.path.join(model, "config.json"))
         assert set(options) <= ACCEPTED
         self.calls: list[str] = []
+        self.takes_text = not options["skip_tokenizer_init"]
+        assert self.takes_text == os.path.isfile(os.path.join(model, "tokenizer.json"))
         if os.environ.get("FAKE_ENGINE") == "no start":
             raise RuntimeError("CUDA out of memory")
         if file := os.environ.get("FAKE_CHILD"):  # a worker of its own
@@ -46,7 +48,7 @@ class LLM:
                 to.write(str(child.pid))
 
     def generate(
-        self, prompts: list[dict[str, list[int]]], sampling_params: list[SamplingParams], *, use_tqdm: bool = True
+        self, prompts: list[dict[str, Any]], sampling_params: list[SamplingParams], *, use_tqdm: bool = True
     ) -> list[Any]:
         self.calls.append("generate")
         is_timed = self.calls[-2:] == ["reset", "generate"]
@@ -59,7 +61,8 @@ class LLM:
             print("Segmentation fault", file=sys.stderr, flush=True)
             os._exit(1)
         assert not use_tqdm
-        assert all(isinstance(prompt["prompt_token_ids"][0], int) for prompt in prompts)
+        assert all(list(prompt) == ["prompt" if self.takes_text else "prompt_token_ids"] for prompt in prompts)
+        assert all(isinstance(given[0], str if self.takes_text else int) for (given,) in map(dict.values, prompts))
         return [
             SimpleNamespace(
                 outputs=[SimpleNamespace(token_ids=[1] * ((params.max_tokens or 0) - (wrong == "short")))]
