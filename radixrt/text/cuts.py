@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterable
 from enum import IntEnum
 from itertools import pairwise
 
+import regex
+
 from radixrt.text.added_token import AddedToken
 
 FARTHEST = 4096  # characters that are looked at to find a place
 BLANK = "▁"  # what stands for a blank in vocabularies of sentencepiece's kind
 _MAX_KNOWN = 1 << 16  # pairs
+_DISPUTED = "²³¹¼½¾İı"  # whether the first are parts of words, and the last the letter i where case is ignored
 
 
 class Border(IntEnum):
@@ -74,11 +77,15 @@ class Cuts:
         return begin
 
     def _is_one(self, before: str, after: str, third: str = "") -> bool:
-        if not (is_settled(before) and is_settled(after)) or (self._strips and before.isspace()):
+        if not (is_settled(before) and is_settled(after)):
             return False
-        if self.drops_blank and not (after == " " and before != BLANK and self._begins_a_word(third)):
+        if (letters := self._letters(before, after)) is None or not all(map(is_settled, letters)):
             return False
-        if (letters := self._letters(before, after)) is None:
+        if self._strips and (before.isspace() or letters[0].isspace()):
+            return False
+        if self.drops_blank and not (
+            after == " " and letters[1] == BLANK and not _is_blank(before) and self._begins_a_word(third)
+        ):
             return False
         for one, other in ((before, after), letters):
             if one + other in self._inside or one in self._lasts or other in self._firsts:
@@ -91,9 +98,14 @@ class Cuts:
 
     def _begins_a_word(self, letter: str) -> bool:
         """Whether a text that begins with it has no blank before that, and gets one."""
-        if not is_settled(letter) or letter.isspace() or (letters := self._letters(" ", letter)) is None:
+        if not is_settled(letter) or (letters := self._letters(" ", letter)) is None:
             return False
-        return not self._firsts.union((BLANK, " ")).intersection((letter, letters[1]))
+        found = (letter, letters[1])
+        return not any(map(_is_blank, found)) and self._firsts.isdisjoint(found)
+
+
+def _is_blank(letter: str) -> bool:
+    return letter == BLANK or letter.isspace()
 
 
 def is_settled(letter: str) -> bool:
@@ -101,7 +113,10 @@ def is_settled(letter: str) -> bool:
     category = unicodedata.category(letter)
     if category[0] == "C":
         return letter in "\t\n\r"
-    return category == unicodedata.ucd_3_2_0.category(letter)
+    if letter in _DISPUTED:
+        return False
+    is_kept = category == unicodedata.ucd_3_2_0.category(letter)
+    return is_kept and regex.fullmatch(rf"\p{{{category}}}", letter) is not None  # of a later Unicode
 
 
 def divided_by_vocabulary(pieces: Iterable[str]) -> Step:
