@@ -57,10 +57,14 @@ class Cuts:
         self._inside = {token.content[i : i + 2] for token in tokens for i in range(len(token.content) - 1)}
         # Tokens that take blanks, or look at their neighbours, must not be at a cut; nor where a blank is put.
         bound = [token for token in tokens if token.lstrip or token.rstrip or token.single_word or drops_blank]
-        self._firsts = {token.content[0] for token in bound if token.content}
+        self._firsts = {self._first_of(token.content) for token in bound} - {""}
         self._lasts = {token.content[-1] for token in bound if token.content}
         self._strips = any(token.lstrip or token.rstrip for token in tokens)
         self._known: dict[str, bool] = {}
+
+    def _first_of(self, content: str) -> str:
+        """What a text that begins with it begins with. Where a cut is a blank, that is what follows the blank."""
+        return (content.lstrip(" " + BLANK) if self.drops_blank and len(content) > 1 else content)[:1]
 
     def last(self, text: str, begin: int, end: int) -> int:
         """The last place after `begin` where each text that begins with text[:end] may be cut; `begin`: none."""

@@ -42,8 +42,8 @@ def json_cuts(backend: Any) -> Cuts:
         steps = [*steps[: kinds.index("ByteLevel") + 1], _crossed]
     else:
         steps.append(_vocabulary(backend))
-    added = _added(backend, has_metaspace=kinds[:1] == ["Metaspace"], puts_blank=bool(puts))
-    return Cuts(letters, steps, added, drops_blank=bool(puts))
+    prepends, spells_blanks = any("prepend" in part for part in puts), kinds[:1] == ["Metaspace"]
+    return Cuts(letters, steps, _added(backend, prepends, spells_blanks), drops_blank=bool(puts))
 
 
 def _state(part: Any) -> dict[str, Any] | None:
@@ -62,17 +62,18 @@ def _parts(spec: dict[str, Any] | None, name: str) -> Iterator[dict[str, Any]]:
             yield from _parts(part, name)
 
 
-def _added(backend: Any, *, has_metaspace: bool, puts_blank: bool) -> Iterator[AddedToken]:
-    """All added tokens, as they are written and as the normalised text has them."""
+def _added(backend: Any, prepends: bool, spells_blanks: bool) -> Iterator[AddedToken]:
+    """All added tokens, as they are written and as the normalised text has them.
+
+    The normalizer `prepends` a blank to them as to texts; the first pre-tokenizer `spells_blanks` as the model.
+    """
     for token in backend.get_added_tokens_decoder().values():
         own = AddedToken(token.content, *(getattr(token, flag) for flag in FLAGS))
         yield own
         if own.normalized:
             content = own.content if backend.normalizer is None else backend.normalizer.normalize_str(own.content)
-            if has_metaspace:
-                content = content.replace(" ", BLANK)
-            # The blank that is put before a text is put before it, too.
-            yield replace(own, content=content.removeprefix(BLANK) if puts_blank else content)
+            content = content.removeprefix(BLANK) if prepends else content
+            yield replace(own, content=content.replace(" ", BLANK) if spells_blanks else content)
 
 
 # --- normalizers ---

@@ -5,7 +5,7 @@ holds two neighbours, the matches up to the first do not depend on what follows,
 before.
 
 They are read as Oniguruma reads them, which the package tokenizers has, in Ruby's syntax: `{1,3}+` repeats, and is
-not possessive; `{2}?` is optional, and not lazy; `$` is the end of a line; `(?i:ss)` takes the one letter of U+00DF.
+not possessive; `{2}?` is optional, and not lazy; `$` is the end of a line; `(?i:ss)` takes the letter U+00DF.
 """
 
 from __future__ import annotations
