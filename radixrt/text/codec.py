@@ -199,8 +199,6 @@ class SentencePieceModel:
             raise NoCuts("a sentencepiece model that changes more than blanks looks at the whole text")
         if normalizer.remove_extra_whitespaces and not self._puts_blank:
             raise NoCuts("a sentencepiece model that removes the blanks before a text looks at the whole text")
-        if BLANK not in self.ids:  # else it is one unknown piece with those around it
-            raise NoCuts("a sentencepiece model without a blank")
         own = [AddedToken(piece, False) for piece in self.user_defined]
         steps = [divided_by_vocabulary(self.pieces)]
         return Cuts(_with_blanks, steps, [*own, *added], drops_blank=self._puts_blank)

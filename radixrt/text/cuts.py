@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from enum import IntEnum
-from itertools import pairwise
 
 import regex
 
@@ -123,13 +122,17 @@ def is_settled(letter: str) -> bool:
     return is_kept and regex.fullmatch(rf"\p{{{category}}}", letter) is not None  # of a later Unicode
 
 
-def divided_by_vocabulary(pieces: Iterable[str]) -> Step:
-    """A vocabulary of byte-pair encoding divides before a blank, if no piece holds both neighbours."""
-    with_blanks = (piece for piece in pieces if BLANK in piece[1:])
-    joined = {before for piece in with_blanks for before, after in pairwise(piece) if after == BLANK}
+def divided_by_vocabulary(pieces: Collection[str]) -> Step:
+    """Byte-pair encoding makes no token across neighbours that no piece holds side by side.
+
+    The second must be a piece: what the vocabulary lacks is bytes, or unknown together with what is before it.
+    """
+    known, joined = {piece for piece in pieces if len(piece) == 1}, "\0".join(pieces)  # no cut is at a NUL
 
     def step(before: str, after: str) -> Border:
-        return Border.DIVIDED if after == BLANK and before not in joined else Border.CROSSED
+        if after not in known:
+            return Border.CROSSED
+        last = before if before in known else ">"  # of a byte's piece
+        return Border.CROSSED if last + after in joined else Border.DIVIDED
 
     return step
-

@@ -243,11 +243,10 @@ _CLASSES: dict[str, Callable[[dict[str, Any]], Step]] = {
 
 
 def _vocabulary(backend: Any) -> Step:
-    """What is not divided yet may be cut where the vocabulary has no token across, if merges make the tokens."""
+    """Where the vocabulary has no token across, what is not divided yet may be cut, if merges make the tokens."""
     model = backend.model
     if type(model).__name__ != "BPE" or model.ignore_merges:
         return _crossed
     if model.continuing_subword_prefix or model.end_of_word_suffix:
         return _crossed
-    pieces = backend.get_vocab(with_added_tokens=False)
-    return divided_by_vocabulary(pieces) if BLANK in pieces else _crossed
+    return divided_by_vocabulary(backend.get_vocab(with_added_tokens=False))

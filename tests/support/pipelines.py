@@ -23,22 +23,10 @@ from radixrt.models.gguf_splits import SPLITS
 from radixrt.text.added_token import AddedToken
 from radixrt.text.codec import Codec, JsonCodec, SentencePieceCodec
 from radixrt.text.tokenizer_json import OF_LLAMA_3, OF_TEKKEN
+from tests.support.expressions import CL100K, O200K
 from tests.support.shared_texts import shared_texts
 
 BLANK = "▁"
-CL100K = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
-    r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
-)
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-O200K = "|".join(
-    (
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDINGS}?",
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDINGS}?",
-        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    )
-)
 PLAIN = (Added("<s>", special=True), Added("</s>", special=True), Added("<tool>", normalized=False))
 # What texts are searched for, of every kind.
 MARKERS = (
@@ -275,6 +263,9 @@ PIPELINES: dict[str, Callable[[], Codec]] = {
     "llama 2, unknown": _blanks(normalizers=LLAMA_2, fuse_unk=True),
     "llama 2, blanks inside": _blanks(model="anything", normalizers=LLAMA_2, **FALLS_BACK),
     "llama 2, a blank is a marker": _blanks(normalizers=LLAMA_2, added=(*PLAIN, Added(" ", normalized=True))),
+    "a marker takes blanks": _bytes(
+        pre_tokenizers.Digits(individual_digits=True), GPT2, added=(*PLAIN, Added("<t>", rstrip=True))
+    ),
     "a blank is put, and stays": _blanks(
         pre_tokenizers.WhitespaceSplit(), normalizers=[norms.Prepend(BLANK)], **FALLS_BACK
     ),

@@ -16,35 +16,17 @@ from radixrt.text.cuts import is_settled
 from radixrt.text.json_cuts import _BYTE_LEVEL, _WORDS
 from radixrt.text.split_pattern import MAX_ATOMS, SplitPattern, UnknownPattern, literal
 from radixrt.text.tokenizer_json import OF_LLAMA_3, OF_TEKKEN
+from tests.support.expressions import BLOOM, CL100K, KIMI, O200K
 
-_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_HAN_FREE = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 FAMILIES = {
     "byte level": _BYTE_LEVEL,
     "words": _WORDS,
     "llama 3": OF_LLAMA_3,
     "tekken": OF_TEKKEN,
-    "o200k": "|".join(
-        (
-            rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDINGS}?",
-            rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDINGS}?",
-            r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        )
-    ),
-    "cl100k": (
-        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
-        r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
-    ),
-    "kimi": "|".join(
-        (
-            r"[\p{Han}]+",
-            rf"[^\r\n\p{{L}}\p{{N}}]?{_HAN_FREE}*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]+{_ENDINGS}?",
-            rf"[^\r\n\p{{L}}\p{{N}}]?{_HAN_FREE}+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]*{_ENDINGS}?",
-            r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        )
-    ),
-    "bloom": r" ?[^(\s|[.,!?…。，、।۔،])]+",  # noqa: RUF001
+    "o200k": O200K,
+    "cl100k": CL100K,
+    "kimi": KIMI,
+    "bloom": BLOOM,
 }
 _KNOWN = {
     expression: f"{name} {place}"
