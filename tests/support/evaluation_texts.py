@@ -5,10 +5,36 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-_WORDS = (
-    "the of river mountain likes counts quick brown fox jumps over lazy dog when morning comes we'll 37 1984 naïve "
-    "however question answer table window Oslo Mira Tarek"
-).split()
+_WORDS = [
+    "the",
+    "of",
+    "river",
+    "mountain",
+    "likes",
+    "counts",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "lazy",
+    "dog",
+    "when",
+    "morning",
+    "comes",
+    "we'll",
+    "37",
+    "1984",
+    "naïve",
+    "however",
+    "question",
+    "answer",
+    "table",
+    "window",
+    "Oslo",
+    "Mira",
+    "Tarek",
+]
 _HAN = "的一是不了在人有我他这个们中来上大为和国地到以说时要就出会可也你对生能而子那得于着下自之年"
 
 

@@ -1,7 +1,7 @@
 """Tokenizers of the package tokenizers and of sentencepiece, small ones, by what they do with a text.
 
-Their vocabularies were trained on texts that nothing had split, so that a text which is cut where it must not be has
-other tokens.
+Their vocabularies were trained on texts that nothing had split: a text that is cut where it must not be has other
+tokens.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MARKERS = (
     Added("    ", normalized=False),
     Added("  ", normalized=True),
 )
-TEXT_MARKERS = tuple(one.content for one in MARKERS) + ("<s> ", "<t>  ", "  <l>", "1e\u0301", "x\u3000y", "e\u0301")
+TEXT_MARKERS = (*(one.content for one in MARKERS), "<s> ", "<t>  ", "  <l>", "1e\u0301", "x\u3000y", "e\u0301")
 
 
 @cache
@@ -109,7 +109,9 @@ def json_pipeline(
 def _unigram() -> str:
     backend = Backend(models.Unigram())
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    trainer = trainers.UnigramTrainer(vocab_size=3000, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False)
+    trainer = trainers.UnigramTrainer(
+        vocab_size=3000, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False
+    )
     backend.train_from_iterator(corpus(), trainer)
     return json.dumps(json.loads(backend.to_str())["model"])
 
@@ -207,7 +209,11 @@ def _bytes(*splits: Any, normalizers: Sequence[Any] = (), added: Sequence[Added]
 
 
 def _blanks(
-    *splits: Any, model: str = "words", normalizers: Sequence[Any] = (), added: Sequence[Added] = PLAIN, **more: Any
+    *splits: Any,
+    model: str = "words",
+    normalizers: Sequence[Any] = (),
+    added: Sequence[Added] = PLAIN,
+    **more: Any,
 ) -> Callable[[], Codec]:
     return partial(json_pipeline, model, splits, normalizers, added, **more)
 
@@ -291,7 +297,9 @@ PIPELINES: dict[str, Callable[[], Codec]] = {
         for scheme in ("always", "first", "never")
         for split in (True, False)
     },
-    "wordpiece": partial(json_pipeline, _word_pieces, [pre_tokenizers.BertPreTokenizer()], [norms.Lowercase()], PLAIN),
+    "wordpiece": partial(
+        json_pipeline, _word_pieces, [pre_tokenizers.BertPreTokenizer()], [norms.Lowercase()], PLAIN
+    ),
     **{
         f"sentencepiece{'' if added else ', bare'}{', ' if name else ''}{name}": _sp(added, **more)
         for added in (True, False)

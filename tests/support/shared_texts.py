@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from tests.support.real_vocabularies import PIECES
 
-BLANKS = " \u00a0\u1680\u2002\u2009\u202f\u205f\u3000\t\n\r\x0b\x0c\x1c\x85\u2028\u200b▁"  # noqa: RUF001
+BLANKS = " \u00a0\u1680\u2002\u2009\u202f\u205f\u3000\t\n\r\x0b\x0c\x1c\x85\u2028\u200b▁"
 MARKS = "\u0301\u0308\u0323\u0338\u3099\uff9e\u1161\u11a8\u093c\u0651\u20dd\ufe0f\u200d"
 LETTERS = "eèaAoqkß1e=<>か가각क한ㄱｶﾞİıſ\u212aÅÅ①ⅧǅΣσςŉﷺㅏ"  # noqa: RUF001
 LONGEST_PIECE = 12  # characters
@@ -31,7 +31,9 @@ def part(rng: random.Random, markers: Sequence[str]) -> str:
     if kind < 0.56 and markers:
         whole = rng.choice(markers)
     elif kind < 0.75:
-        return rng.choice((" the", " quick", " brown", " fox", ".", ",", " 12", "don't", " x", "Ab", "a", "1", "hello"))
+        return rng.choice(
+            (" the", " quick", " brown", " fox", ".", ",", " 12", "don't", " x", "Ab", "a", "1", "hello")
+        )
     else:
         whole = rng.choice(PIECES)
         start = rng.randrange(max(1, len(whole) - LONGEST_PIECE))

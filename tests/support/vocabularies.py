@@ -80,7 +80,12 @@ def _gguf_qwen(name: str, pre: str) -> Any:
     from tests.support.gguf_vocabularies import CONTROL, USER_DEFINED, of_ranks
 
     ranks = ranks_of(name)
-    marks = (("<|endoftext|>", CONTROL), ("<|im_start|>", CONTROL), ("<think>", USER_DEFINED), ("  ", USER_DEFINED))
+    marks = (
+        ("<|endoftext|>", CONTROL),
+        ("<|im_start|>", CONTROL),
+        ("<think>", USER_DEFINED),
+        ("  ", USER_DEFINED),
+    )
     markers = {len(ranks) + place: mark for place, mark in enumerate(marks)}
     return of_ranks(ranks, markers, pre, eos_token_id=len(ranks))
 
@@ -113,7 +118,9 @@ _VOCABULARIES: dict[str, Callable[[], Codec]] = {
     "built-in": lambda: load_tokenizer(MODEL_PATH).codec,
     **{name: partial(_file, name, "tokenizer.model") for name in _MISTRAL},
     "mistral v3, tokens": partial(_file, "mistral v3", "tokenizer.model", added_tokens_decoder=_TOOLS),
-    "mistral v3, legacy": partial(_file, "mistral v3", "tokenizer.model", added_tokens_decoder=_TOOLS, legacy=True),
+    "mistral v3, legacy": partial(
+        _file, "mistral v3", "tokenizer.model", added_tokens_decoder=_TOOLS, legacy=True
+    ),
     "mistral v1, of transformers": partial(_of_transformers, "mistral v1"),
     "tekken 240718": partial(_file, "tekken 240718", "tekken.json"),
     "tekken 240911": partial(_file, "tekken 240911", "tekken.json"),

@@ -17,7 +17,6 @@ from radixrt.text import split_pattern
 from radixrt.text.codec import Codec
 from radixrt.text.cuts import Cuts, NoCuts
 from radixrt.text.text_tree import TextTree
-from tests.support import pipelines
 from tests.support.evaluation_texts import chinese, english, evaluation
 from tests.support.pipelines import PIPELINES, TEXT_MARKERS, WITHOUT_CUTS
 from tests.support.shared_texts import shared_texts, text
@@ -53,7 +52,9 @@ def ids_of(codec: Codec, cuts: Cuts, texts: Sequence[str], given: list[str] | No
 def wrong_places(codec: Codec, cuts: Cuts, one: str) -> list[int]:
     """The places where a text may be cut, and has other ids then."""
     after = 2 if cuts.drops_blank else 1
-    places = [place for place in range(1, len(one) - after + 1) if cuts.last(one, place - 1, place + after) == place]
+    places = [
+        place for place in range(1, len(one) - after + 1) if cuts.last(one, place - 1, place + after) == place
+    ]
     if not places:
         return []
     whole, *parts = codec.encode([one, *(one[:p] for p in places), *(one[p + after - 1 :] for p in places)])
@@ -115,8 +116,7 @@ def test_what_looks_at_the_whole_text(name: str) -> None:
         WITHOUT_CUTS[name]().cuts()
 
 
-# Where texts must not be cut, though the neighbours alone look as if they could: the pipeline, what comes before and
-# after.
+# Where texts must not be cut: the pipeline, what comes before, and what after.
 NOT_TO_CUT = (
     ("nfkc, every letter", "か", "ﾞ"),  # a mark of half width, which is a letter
     ("nfkc, every letter", "ᄀ", "ㅏ"),  # parts of a syllable
@@ -156,7 +156,9 @@ def test_where_texts_are_not_cut(name: str, before: str, after: str) -> None:
 
 
 # Some of which these are the only reason that the ids stay the same.
-@pytest.mark.parametrize(("name", "before", "after"), [NOT_TO_CUT[i] for i in (0, 1, 2, 3, 6, 7, 8, 9, 16, 20, 21, 22)])
+@pytest.mark.parametrize(
+    ("name", "before", "after"), [NOT_TO_CUT[i] for i in (0, 1, 2, 3, 6, 7, 8, 9, 16, 20, 21, 22)]
+)
 def test_why_they_are_not_cut(name: str, before: str, after: str) -> None:
     codec = pipeline(name)
     dropped = after[1:] if codec.cuts().drops_blank else after
@@ -246,7 +248,10 @@ def _unchanged(*_: Any) -> Any:
 MUTANTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "a cut is a character too late": ("llama 3", _too_late),
     "added tokens are ignored": ("digits", _with(lambda added: ())),
-    "rstrip is ignored": ("a marker takes blanks", _with(lambda added: [replace(one, rstrip=False) for one in added])),
+    "rstrip is ignored": (
+        "a marker takes blanks",
+        _with(lambda added: [replace(one, rstrip=False) for one in added]),
+    ),
     "lstrip is ignored": (
         "split as trillion",
         _with(lambda added: [replace(one, lstrip=False, rstrip=False) for one in added]),
@@ -283,7 +288,9 @@ MUTANTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     ),
     "pieces of sentencepiece hold no blanks": (
         "sentencepiece, bare, no blank before texts",
-        _set(codec_module, "divided_by_vocabulary", lambda pieces: lambda before, after: cuts_module.Border.DIVIDED),
+        _set(
+            codec_module, "divided_by_vocabulary", lambda pieces: lambda before, after: cuts_module.Border.DIVIDED
+        ),
     ),
     "a blank is put, whatever a text begins with": (
         "gpt-2, a blank before texts",
@@ -319,8 +326,14 @@ def test_what_texts_share_is_encoded_once(name: str) -> None:
     assert codec.cuts().drops_blank or share_given(codec, evaluation(chinese)) < 1 / 3
 
 
-# Where a Unigram's pieces are not divided, or a blank's own token, or pieces hold blanks, texts are encoded whole.
-WHOLE = {"unigram always", "unigram first", "unigram never", "llama 2, a blank is a marker", "a blank is put, and stays"}
+# A Unigram's pieces that are not divided, and tokens of one blank where one is put before texts.
+WHOLE = {
+    "unigram always",
+    "unigram first",
+    "unigram never",
+    "llama 2, a blank is a marker",
+    "a blank is put, and stays",
+}
 
 
 @pytest.mark.parametrize("name", PIPELINES)

@@ -36,15 +36,17 @@ _KNOWN = {
 FAMILIES |= {name: expression for expression, name in _KNOWN.items()}
 # What tells ways of reading an expression apart.
 ODD = (
-    *(r"a|bc", r"ab?c", r"ab??c", r"a+b", r"a+?b", r"a++b", r"a*+b|c", r"(ab)+", r"(?:ab|a)c?", r"a?+a", r"(?:a?+){1}a"),
-    *(r"(?:a?+)+a", r"a{1}+", r"a{2}+", r"a{1,2}+b", r"a{1}?b", r"ca{1}?b", r"a{2}?b", r"a{2,}", r"a{2,3}?", r"a{1,}+c"),
-    *(r"a(?=b)", r"a(?!b)", r"a(?=b)c|ab", r"a+(?!\S)|a", r"a(?!b)(?!c)", r"(?=a)\w+", r"\w+(?= )", r"a$", r"a+$|b"),
-    *(r"\s+$", r"(?i:a'S)", r"(?i:k)", r"(?i:sk)", r"(?i)'s|b", r"(?i:[a-s])b", r"(?i:[^s])", r"[^a]b", r"[ab&&bc]c"),
-    *(r"[^a&&b]", r"[a[bc]]+", r"[^a[bc]]+", r".", r".+", r"\.a", r"[\]a]+", r"[a\-c]+", r"\u0061b", r"\x61b", r"a\n"),
-    *(r"\n$", r"\w+\d", r"\d+\w", r"\W+", r"\S+", r"\p{^L}+", r"\P{N}+", r"[^\p{L}]+a", r"(?:a|b(?:c|(?:d)?a))+", r"]a"),
-    *(r"(?:ab(?!c))+", r"(?:a$)+b|c", r"(?:(?=a)a)+b", r"a|a(?=b)", r"ab|a+(?!b)", r"(?:a(?!b)|c)+", r"x*a", r"x*+a"),
-    *(r"(?:x?a?)b", r"(?:x*+a?)b", r"(?:x++|a)?b", r"(?:x++|a)?+b", r"a-b", r"é|日本", r"\s?[é日]+", r"a{3}", r"(?:ab){2}"),
-)  # fmt: skip
+    *(r"a|bc", r"ab?c", r"ab??c", r"a+b", r"a+?b", r"a++b", r"a*+b|c", r"(ab)+", r"(?:ab|a)c?", r"a?+a"),
+    *(r"(?:a?+){1}a", r"(?:a?+)+a", r"a{1}+", r"a{2}+", r"a{1,2}+b", r"a{1}?b", r"ca{1}?b", r"a{2}?b"),
+    *(r"a{2,}", r"a{2,3}?", r"a{1,}+c", r"a(?=b)", r"a(?!b)", r"a(?=b)c|ab", r"a+(?!\S)|a", r"a(?!b)(?!c)"),
+    *(r"(?=a)\w+", r"\w+(?= )", r"a$", r"a+$|b", r"\s+$", r"(?i:a'S)", r"(?i:k)", r"(?i:sk)", r"(?i)'s|b"),
+    *(r"(?i:[a-s])b", r"(?i:[^s])", r"[^a]b", r"[ab&&bc]c", r"[^a&&b]", r"[a[bc]]+", r"[^a[bc]]+", r"."),
+    *(r".+", r"\.a", r"[\]a]+", r"[a\-c]+", r"\u0061b", r"\x61b", r"a\n", r"\n$", r"\w+\d", r"\d+\w", r"\W+"),
+    *(r"\S+", r"\p{^L}+", r"\P{N}+", r"[^\p{L}]+a", r"(?:a|b(?:c|(?:d)?a))+", r"]a", r"(?:ab(?!c))+"),
+    *(r"(?:a$)+b|c", r"(?:(?=a)a)+b", r"a|a(?=b)", r"ab|a+(?!b)", r"(?:a(?!b)|c)+", r"x*a", r"x*+a"),
+    *(r"(?:x?a?)b", r"(?:x*+a?)b", r"(?:x++|a)?b", r"(?:x++|a)?+b", r"a-b", r"é|日本", r"\s?[é日]+", r"a{3}"),
+    *(r"(?:ab){2}",),
+)
 ALPHABET = "abcdx ABSskKtlLvVéß日本語あ0129.,'!-]_\n\r\t\u00a0\u3000\u2028ſ\u212a\u0301٣Ⅷ\u0130ıǅʰªﬁ😀\u200d।/\\"  # noqa: RUF001
 
 
@@ -99,13 +101,13 @@ def test_many_texts_of_families(name: str) -> None:
 
 def test_odd_expressions() -> None:
     for expression in ODD:
-        check(expression, SplitPattern(expression), "aaabbccdx'sSkK. \n1é日ſ\u212a", 60)
+        check(expression, SplitPattern(expression), "aaabbccdx'sSkK. \n1é日\u017f\u212a", 60)
 
 
 @pytest.mark.long
 def test_many_texts_of_odd_expressions() -> None:
     for expression in ODD:
-        check(expression, SplitPattern(expression), "aaabbccdx'sSkK. \n1é日ſ\u212a", 1_000)
+        check(expression, SplitPattern(expression), "aaabbccdx'sSkK. \n1é日\u017f\u212a", 1_000)
 
 
 def _drawn(rng: random.Random, depth: int = 0) -> str:
@@ -121,7 +123,25 @@ def _drawn(rng: random.Random, depth: int = 0) -> str:
         return "".join(_drawn(rng, depth + 1) for _ in range(rng.randint(2, 3)))
     else:
         one = "(?:" + "|".join(_drawn(rng, depth + 1) for _ in range(rng.randint(1, 3))) + ")"
-    counts = ("", "", "", "?", "*", "+", "??", "+?", "?+", "*+", "++", "{2}", "{1,2}", "{2}?", "{1}+", "{2,}", "{1,2}+")
+    counts = (
+        "",
+        "",
+        "",
+        "?",
+        "*",
+        "+",
+        "??",
+        "+?",
+        "?+",
+        "*+",
+        "++",
+        "{2}",
+        "{1,2}",
+        "{2}?",
+        "{1}+",
+        "{2,}",
+        "{1,2}+",
+    )
     return one + rng.choice(counts)
 
 
@@ -156,7 +176,7 @@ REFUSED = {
     "(?-i:a)": "has '\\('",
     "a(?i)b": "has '\\('",
     r"(a)\1": r"has '\\1'",
-    r"\bа": r"has '\\b'",
+    r"\ba": r"has '\\b'",
     r"\Aa": r"has '\\A'",
     r"a\z": r"has '\\z'",
     r"\Ka": r"has '\\K'",
@@ -252,12 +272,18 @@ def test_a_text_stands_for_itself() -> None:
     assert literal(" ").always_takes(" ")
 
 
+_CATEGORIES = (
+    "L M N P S Z Lu Ll Lt Lm Lo Mn Mc Me Nd Nl No Pc Pd Ps Pe Pi Pf Po Sm Sc Sk So Zs Zl Zp Han "
+    "Letter Mark Number Punctuation Symbol"
+)
+_OTHERS = r"""
+\w \s \d \W \S \D . \p{^L} \P{N} [^\s\p{L}\p{N}] [\p{L}&&[^\p{Han}]] [^a&&b] [^[^a]] [a-c[x-z]] \x7f \u00e9 \v
+(?i:[a-z]) (?i:[A-z]) (?i:[^s]) (?i:[^a-j]) (?i:\s)
+"""
 CLASSES = (
-    *(rf"\p{{{name}}}" for name in "L M N P S Z Lu Ll Lt Lm Lo Mn Mc Me Nd Nl No Pc Pd Ps Pe Pi Pf Po".split()),
-    *(rf"\p{{{name}}}" for name in "Sm Sc Sk So Zs Zl Zp Han Letter Mark Number Punctuation Symbol".split()),
-    *(r"\w \s \d \W \S \D . \p{^L} \P{N} [^\s\p{L}\p{N}] [\p{L}&&[^\p{Han}]] [^a&&b] [^[^a]] [a-c[x-z]]".split()),
+    *(rf"\p{{{name}}}" for name in _CATEGORIES.split()),
+    *_OTHERS.split(),
     *(f"(?i:{letter})" for letter in "abcdefghijklmnopqrstuvwxyz'-"),
-    *(r"(?i:[a-z]) (?i:[A-z]) (?i:[^s]) (?i:[^a-j]) (?i:\s) \x7f \u00e9 \v".split()),
 )
 
 
@@ -265,7 +291,7 @@ CLASSES = (
 @pytest.mark.parametrize("step", [1, 97])
 def test_all_libraries_know_settled_characters_alike(step: int) -> None:
     """Each class has the same ones for Oniguruma as for the package regex."""
-    numbers = {*range(1, sys.maxunicode + 1, step), *range(1, 0x400), *range(0x1E90, 0x1EA0), *range(0x2120, 0x2130)}
+    numbers = {*range(1, sys.maxunicode + 1, step), *range(1, 0x400), *range(0x2120, 0x2130)}
     settled = [letter for letter in map(chr, sorted(numbers)) if is_settled(letter)]
     assert len(settled) > 90_000 / step
     for expression in CLASSES:

@@ -21,6 +21,7 @@ from radixrt.text.tokenizer import Tokenizer
 from tests.support.pipelines import PIPELINES, TEXT_MARKERS
 from tests.support.shared_texts import shared_texts
 
+
 class Words(JsonCodec):
     """It cannot encode a word."""
 
@@ -134,9 +135,11 @@ def refusing() -> Tokenizer:
 
 def test_a_text_that_cannot_be_encoded_is_named_by_its_place() -> None:
     texts = ["a b c", "a b", "a b bad", "a b c"]
-    with pytest.raises(TokenizerError, match=r"^text 2: the tokenizer cannot encode 'a b bad': there is no such word"):
+    with pytest.raises(
+        TokenizerError, match=r"^text 2: the tokenizer cannot encode 'a b bad': there is no such word"
+    ):
         refusing().encode_batch(texts)
-    with pytest.raises(TokenizerError, match="^the tokenizer cannot encode 'bad': there"):
+    with pytest.raises(TokenizerError, match=r"^the tokenizer cannot encode 'bad': there"):
         refusing().encode_batch(["bad"])
     found = refusing().encode_batch(["a b c", "a b", "a b c"])
     assert [ids.tolist() for ids in found] == [[5, 0, 1, 2], [5, 0, 1], [5, 0, 1, 2]]
@@ -146,7 +149,7 @@ def test_a_text_that_cannot_be_encoded_is_named_by_its_place() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_half_of_a_surrogate_pair_is_named_by_its_place(name: str) -> None:
     tokenizer = Tokenizer(CODECS[name])
-    with pytest.raises(TokenizerError, match="^text 1 "):
+    with pytest.raises(TokenizerError, match=r"^text 1 "):
         tokenizer.encode_batch(["a b c", "a b \ud800", "a b d"])
     assert tokenizer.encode_batch([]) == []
 
