@@ -126,9 +126,9 @@ class SplitPattern:
 
 def _check_case(one: _Atom, other: _Atom) -> None:
     if one.ignores_case and other.ignores_case:
-        for first, second in _FOLDED:
-            if one.takes(first) and other.takes(second):
-                raise UnknownPattern(f"one letter stands for {first + second!r} where case is ignored")
+        for folded in _FOLDED:
+            if one.takes(folded[0]) and other.takes(folded[1]):
+                raise UnknownPattern(f"one letter stands for {folded!r} where case is ignored")
 
 
 def _reached(node: _Node, followers: dict[_Node, set[_Node]]) -> set[_Node]:
@@ -299,7 +299,8 @@ class _Parser:
         letter = self._text[at + 1 : at + 2]
         if letter in ("p", "P"):
             if match := _CATEGORIES.match(self._text, at):
-                return match.end()
+                end: int = match.end()
+                return end
         elif letter in _HEX:
             digits = self._text[at + 2 : at + 2 + _HEX[letter]]
             is_whole = len(digits) == _HEX[letter] and all(digit in "0123456789abcdefABCDEF" for digit in digits)
