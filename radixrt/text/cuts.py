@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from enum import IntEnum
-from itertools import pairwise
+
+import regex
 
 from radixrt.text.added_token import AddedToken
 
 FARTHEST = 4096  # characters that are looked at to find a place
 BLANK = "▁"  # what stands for a blank in vocabularies of sentencepiece's kind
 _MAX_KNOWN = 1 << 16  # pairs
+_DISPUTED = "²³¹¼½¾İı"  # whether the first are parts of words, and the last the letter i where case is ignored
 
 
 class Border(IntEnum):
@@ -54,10 +56,14 @@ class Cuts:
         self._inside = {token.content[i : i + 2] for token in tokens for i in range(len(token.content) - 1)}
         # Tokens that take blanks, or look at their neighbours, must not be at a cut; nor where a blank is put.
         bound = [token for token in tokens if token.lstrip or token.rstrip or token.single_word or drops_blank]
-        self._firsts = {token.content[0] for token in bound if token.content}
+        self._firsts = {self._first_of(token.content) for token in bound} - {""}
         self._lasts = {token.content[-1] for token in bound if token.content}
         self._strips = any(token.lstrip or token.rstrip for token in tokens)
         self._known: dict[str, bool] = {}
+
+    def _first_of(self, content: str) -> str:
+        """What a text that begins with it begins with. Where a cut is a blank, that is what follows the blank."""
+        return (content.lstrip(" " + BLANK) if self.drops_blank and len(content) > 1 else content)[:1]
 
     def last(self, text: str, begin: int, end: int) -> int:
         """The last place after `begin` where each text that begins with text[:end] may be cut; `begin`: none."""
@@ -74,11 +80,15 @@ class Cuts:
         return begin
 
     def _is_one(self, before: str, after: str, third: str = "") -> bool:
-        if not (is_settled(before) and is_settled(after)) or (self._strips and before.isspace()):
+        if not (is_settled(before) and is_settled(after)):
             return False
-        if self.drops_blank and not (after == " " and before != BLANK and self._begins_a_word(third)):
+        if (letters := self._letters(before, after)) is None or not all(map(is_settled, letters)):
             return False
-        if (letters := self._letters(before, after)) is None:
+        if self._strips and (before.isspace() or letters[0].isspace()):
+            return False
+        if self.drops_blank and not (
+            after == " " and letters[1] == BLANK and not _is_blank(before) and self._begins_a_word(third)
+        ):
             return False
         for one, other in ((before, after), letters):
             if one + other in self._inside or one in self._lasts or other in self._firsts:
@@ -91,9 +101,14 @@ class Cuts:
 
     def _begins_a_word(self, letter: str) -> bool:
         """Whether a text that begins with it has no blank before that, and gets one."""
-        if not is_settled(letter) or letter.isspace() or (letters := self._letters(" ", letter)) is None:
+        if not is_settled(letter) or (letters := self._letters(" ", letter)) is None:
             return False
-        return not self._firsts.union((BLANK, " ")).intersection((letter, letters[1]))
+        found = (letter, letters[1])
+        return not any(map(_is_blank, found)) and self._firsts.isdisjoint(found)
+
+
+def _is_blank(letter: str) -> bool:
+    return letter == BLANK or letter.isspace()
 
 
 def is_settled(letter: str) -> bool:
@@ -101,16 +116,23 @@ def is_settled(letter: str) -> bool:
     category = unicodedata.category(letter)
     if category[0] == "C":
         return letter in "\t\n\r"
-    return category == unicodedata.ucd_3_2_0.category(letter)
+    if letter in _DISPUTED:
+        return False
+    is_kept = category == unicodedata.ucd_3_2_0.category(letter)
+    return is_kept and regex.fullmatch(rf"\p{{{category}}}", letter) is not None  # of a later Unicode
 
 
-def divided_by_vocabulary(pieces: Iterable[str]) -> Step:
-    """A vocabulary of byte-pair encoding divides before a blank, if no piece holds both neighbours."""
-    with_blanks = (piece for piece in pieces if BLANK in piece[1:])
-    joined = {before for piece in with_blanks for before, after in pairwise(piece) if after == BLANK}
+def divided_by_vocabulary(pieces: Collection[str]) -> Step:
+    """Byte-pair encoding makes no token across neighbours that no piece holds side by side.
+
+    The second must be a piece: what the vocabulary lacks is bytes, or unknown together with what is before it.
+    """
+    known, joined = {piece for piece in pieces if len(piece) == 1}, "\0".join(pieces)  # no cut is at a NUL
 
     def step(before: str, after: str) -> Border:
-        return Border.DIVIDED if after == BLANK and before not in joined else Border.CROSSED
+        if after not in known:
+            return Border.CROSSED
+        last = before if before in known else ">"  # of a byte's piece
+        return Border.CROSSED if last + after in joined else Border.DIVIDED
 
     return step
-

@@ -20,8 +20,9 @@ from radixrt.text.split_pattern import SplitPattern, UnknownPattern, literal
 # As the package's ByteLevel splits texts.
 _BYTE_LEVEL = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS = r"\w+|[^\w\s]+"
-_HANGUL = (("\u1100", "\u11ff"), ("\uac00", "\ud7a3"))  # syllables and their parts, which compose
-_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
+_FORMS = {"NFC": "NFD", "NFD": "NFD", "NFKC": "NFKD", "NFKD": "NFKD"}  # with what each takes apart first
+# Parts of Hangul's syllables: those that begin one, and those that join them.
+_LEADING, _JOINING = range(0x1100, 0x1160), range(0x1160, 0x1200)
 _TAKING = ("Isolated", "Removed")  # behaviors that divide at both ends of a match
 
 
@@ -36,9 +37,13 @@ def json_cuts(backend: Any) -> Cuts:
         raise NoCuts("it puts several blanks before a text")
     letters = _letters([found for part in changes if (found := _change(part)) is not None])
     steps = [*map(_step, splits)]
-    if all(part["type"] != "ByteLevel" for part in splits):  # of which the vocabulary sees bytes
+    kinds = [part["type"] for part in splits]
+    if "ByteLevel" in kinds:  # what comes after it sees bytes
+        steps = [*steps[: kinds.index("ByteLevel") + 1], _crossed]
+    else:
         steps.append(_vocabulary(backend))
-    return Cuts(letters, steps, _added(backend), drops_blank=bool(puts))
+    prepends, spells_blanks = any("prepend" in part for part in puts), kinds[:1] == ["Metaspace"]
+    return Cuts(letters, steps, _added(backend, prepends, spells_blanks), drops_blank=bool(puts))
 
 
 def _state(part: Any) -> dict[str, Any] | None:
@@ -57,14 +62,18 @@ def _parts(spec: dict[str, Any] | None, name: str) -> Iterator[dict[str, Any]]:
             yield from _parts(part, name)
 
 
-def _added(backend: Any) -> Iterator[AddedToken]:
-    """All added tokens, as they are written and as they are normalised."""
+def _added(backend: Any, prepends: bool, spells_blanks: bool) -> Iterator[AddedToken]:
+    """All added tokens, as they are written and as the normalised text has them.
+
+    The normalizer `prepends` a blank to them as to texts; the first pre-tokenizer `spells_blanks` as the model.
+    """
     for token in backend.get_added_tokens_decoder().values():
         own = AddedToken(token.content, *(getattr(token, flag) for flag in FLAGS))
         yield own
-        if own.normalized and backend.normalizer is not None:
-            # The blank that is put before a text is put before it, too.
-            yield replace(own, content=backend.normalizer.normalize_str(token.content).removeprefix(BLANK))
+        if own.normalized:
+            content = own.content if backend.normalizer is None else backend.normalizer.normalize_str(own.content)
+            content = content.removeprefix(BLANK) if prepends else content
+            yield replace(own, content=content.replace(" ", BLANK) if spells_blanks else content)
 
 
 # --- normalizers ---
@@ -98,27 +107,30 @@ def _letters(changes: list[Letters]) -> Letters:
 
 
 def _form(form: Any) -> Letters:
+    apart: Any = _FORMS[form]
+
     def letters(before: str, after: str) -> tuple[str, str] | None:
-        if not (_stands_alone(before) and _stands_alone(after)) or after in _composing():
+        begins = [unicodedata.normalize(apart, letter)[0] for letter in (before, after)]
+        if any(map(_joins, begins)) or (form != apart and begins[1] in _composing()):
             return None
         return unicodedata.normalize(form, before)[-1], unicodedata.normalize(form, after)[0]
 
     return letters
 
 
-def _stands_alone(letter: str) -> bool:
-    """Whether it never joins what comes before it."""
-    return unicodedata.category(letter)[0] != "M" and not any(a <= letter <= b for a, b in _HANGUL)
+def _joins(letter: str) -> bool:
+    """Whether a character, taken apart as far as can be, may join what comes before it."""
+    return unicodedata.category(letter)[0] == "M" or ord(letter) in _JOINING
 
 
 @cache
 def _composing() -> frozenset[str]:
-    """The characters that some mark joins: a text that begins with one may become another one by what follows."""
-    found = set()
-    for letter in map(chr, range(0xC0, 0x10000)):
+    """The characters that some other joins: a text that begins with one may begin with another by what follows."""
+    found = {*map(chr, _LEADING)}
+    for letter in map(chr, (*range(0xC0, 0xAC00), *range(0xF900, 0x30000))):
         first, *more = unicodedata.decomposition(letter).split() or [""]
         if more and not first.startswith("<"):
-            found.add(chr(int(first, 16)))
+            found.add(unicodedata.normalize("NFD", letter)[0])
     return frozenset(found)
 
 
@@ -231,11 +243,10 @@ _CLASSES: dict[str, Callable[[dict[str, Any]], Step]] = {
 
 
 def _vocabulary(backend: Any) -> Step:
-    """What is not divided yet may be cut where the vocabulary has no token across, if merges make the tokens."""
+    """Where the vocabulary has no token across, what is not divided yet may be cut, if merges make the tokens."""
     model = backend.model
     if type(model).__name__ != "BPE" or model.ignore_merges:
         return _crossed
     if model.continuing_subword_prefix or model.end_of_word_suffix:
         return _crossed
-    pieces = backend.get_vocab(with_added_tokens=False)
-    return divided_by_vocabulary(pieces) if BLANK in pieces else _crossed
+    return divided_by_vocabulary(backend.get_vocab(with_added_tokens=False))

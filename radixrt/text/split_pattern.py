@@ -3,6 +3,9 @@
 The expressions are those by which tokenizers split texts: alternatives of classes with quantifiers. Where no match
 holds two neighbours, the matches up to the first do not depend on what follows, nor those after it on what comes
 before.
+
+They are read as Oniguruma reads them, which the package tokenizers has, in Ruby's syntax: `{1,3}+` repeats, and is
+not possessive; `{2}?` is optional, and not lazy; `$` is the end of a line; `(?i:ss)` takes the letter U+00DF.
 """
 
 from __future__ import annotations
@@ -12,10 +15,18 @@ from itertools import product
 
 import regex
 
+MAX_ATOMS = 256
+_MAX_DEPTH = 32  # of brackets
 _HEX = {"x": 2, "u": 4}
 _ESCAPES = frozenset("rntfvsSdDwW")
 _SET_OPERATIONS = ("--", "||", "~~")  # of the package regex alone
-_REPEATED = regex.compile(r"\{(\d+)(?:(,)(\d*))?\}")
+_REPEATED = regex.compile(r"\{(\d{1,4})(?:(,)(\d{0,4}))?\}")
+# Properties that a settled character has everywhere or nowhere: its category.
+_CATEGORIES = regex.compile(
+    r"\\[pP]\{\^?(?:L[ultmo]?|M[nce]?|N[dlo]?|P[cdseifo]?|S[mcko]?|Z[slp]?|Han|Letter|Mark|Number|Punctuation|Symbol)\}"
+)
+_FOLDED = ("ss", "ff", "fi", "fl", "st")  # neighbours that one letter stands for where case is ignored
+_WITHOUT_CASE = regex.compile(r"\\[rntfvsSdD]|\\[^\p{L}]|[^\\]")  # of ASCII
 
 
 class UnknownPattern(ValueError):
@@ -27,6 +38,7 @@ class _Atom:
     """What takes one character: a class, or a letter."""
 
     members: regex.Pattern[str]
+    ignores_case: bool
 
     def takes(self, letter: str) -> bool:
         return self.members.fullmatch(letter) is not None
@@ -75,16 +87,21 @@ class SplitPattern:
     def __init__(self, expression: str) -> None:
         part = _Parser(expression).whole()
         if part.is_empty:
-            raise UnknownPattern("it matches nothing at all")
+            raise UnknownPattern("it can match nothing at all")
         followers: dict[_Node, set[_Node]] = {}
         for before, after in part.follows:
             followers.setdefault(before, set()).add(after)
+        conditions = {node for node in part.first if isinstance(node, _Look)}
+        reached = conditions.union(*(_reached(node, followers) for node in conditions))
+        if any(isinstance(node, _Look) for node in reached.intersection(part.last)):
+            raise UnknownPattern("it can match nothing but a condition")
         self._pairs: list[tuple[_Atom, _Atom]] = []
         self._looks: list[tuple[_Atom, _Look]] = []  # with what may come just before each
         for atom in followers:
             if isinstance(atom, _Atom):
                 for other in _reached(atom, followers):
                     if isinstance(other, _Atom):
+                        _check_case(atom, other)
                         self._pairs.append((atom, other))
                     else:
                         self._looks.append((atom, other))
@@ -107,6 +124,13 @@ class SplitPattern:
         return any(atom.takes(letter) for atom in self._atoms)
 
 
+def _check_case(one: _Atom, other: _Atom) -> None:
+    if one.ignores_case and other.ignores_case:
+        for folded in _FOLDED:
+            if one.takes(folded[0]) and other.takes(folded[1]):
+                raise UnknownPattern(f"one letter stands for {folded!r} where case is ignored")
+
+
 def _reached(node: _Node, followers: dict[_Node, set[_Node]]) -> set[_Node]:
     """What can come next after a node, conditions on the way included."""
     reached: set[_Node] = set()
@@ -123,6 +147,7 @@ def _reached(node: _Node, followers: dict[_Node, set[_Node]]) -> set[_Node]:
 class _Parser:
     def __init__(self, expression: str) -> None:
         self._text, self._at = expression, 0
+        self._depth = self._num_atoms = 0
 
     def whole(self) -> _Part:
         part = self._alternatives(ignores_case=self._skip("(?i)"))
@@ -131,9 +156,13 @@ class _Parser:
         return part
 
     def _alternatives(self, *, ignores_case: bool) -> _Part:
+        if self._depth > _MAX_DEPTH:
+            raise UnknownPattern(f"more than {_MAX_DEPTH} brackets are open at place {self._at}")
+        self._depth += 1
         found = [self._sequence(ignores_case)]
         while self._skip("|"):
             found.append(self._sequence(ignores_case))
+        self._depth -= 1
         return _Part(
             [node for part in found for node in part.first],
             [node for part in found for node in part.last],
@@ -171,7 +200,7 @@ class _Parser:
         return _of(self._atom(ignores_case))
 
     def _repeated(self, part: _Part) -> _Part:
-        least, more = 1, False
+        least, more, is_possessive = 1, False, False
         if self._skip("?"):
             least = 0
         elif self._skip("*"):
@@ -179,24 +208,44 @@ class _Parser:
         elif self._skip("+"):
             more = True
         elif match := _REPEATED.match(self._text, self._at):
-            self._at = match.end()
-            least, more = int(match[1]), match[2] is not None or int(match[1]) > 1
+            return self._repeated_between(part, match)
         else:
             return part
-        is_possessive = self._skip("+")
-        if not is_possessive:
+        if self._skip("+"):
+            is_possessive = True
+        else:
             self._skip("?")
+        self._check_end_of_repeat()
+        return self._times(part, least, more=more, is_possessive=is_possessive)
+
+    def _repeated_between(self, part: _Part, match: regex.Match[str]) -> _Part:
+        self._at = match.end()
+        least, has_comma, most = int(match[1]), match[2] is not None, int(match[3] or match[1])
+        if most == 0 or most < least or (has_comma and match[3] and most == least):
+            raise UnknownPattern(f"it repeats by {match[0]}")
+        more = has_comma or least > 1
+        if self._skip("+"):
+            more = True
+        elif self._skip("?") and not has_comma:
+            least = 0
+        self._check_end_of_repeat()
+        return self._times(part, least, more=more, several=int(match[1]) > 1)
+
+    def _check_end_of_repeat(self) -> None:
         if self._at < len(self._text) and self._text[self._at] in "?*+{":
             raise UnknownPattern(f"it repeats what is repeated at place {self._at}")
-        follows = part.follows + ([*product(part.last, part.first)] if more else [])
-        is_empty = part.is_empty or least == 0
-        several = least > 1  # one alone is no match
+
+    @staticmethod
+    def _times(
+        part: _Part, least: int, *, more: bool, is_possessive: bool = False, several: bool = False
+    ) -> _Part:
+        """A part that is repeated; `several`: one alone is no match."""
         return _Part(
             part.first,
             part.last,
-            is_empty,
-            skips=not is_possessive,
-            follows=follows,
+            part.is_empty or least == 0,
+            skips=not is_possessive and (least == 0 or part.skips),
+            follows=part.follows + ([*product(part.last, part.first)] if more else []),
             begins=[] if several else part.begins,
             ends=[] if several else part.ends,
         )
@@ -214,9 +263,14 @@ class _Parser:
             raise UnknownPattern(f"it has {letter!r} at place {start}")
         else:
             self._at += 1
-        flags = regex.V1 | (regex.IGNORECASE if ignores_case else 0)
+        source = self._text[start : self._at]
+        if ignores_case and not (source.isascii() and regex.fullmatch(rf"(?:{_WITHOUT_CASE.pattern})+", source)):
+            raise UnknownPattern(f"it ignores the case of {source!r}")
+        self._num_atoms += 1
+        if self._num_atoms > MAX_ATOMS:
+            raise UnknownPattern(f"it has more than {MAX_ATOMS} classes and letters")
         try:
-            return _Atom(regex.compile(self._text[start : self._at], flags))
+            return _Atom(regex.compile(source, regex.V1 | (regex.IGNORECASE if ignores_case else 0)), ignores_case)
         except regex.error as error:
             raise UnknownPattern(str(error)) from error
 
@@ -243,14 +297,14 @@ class _Parser:
 
     def _end_of_escape(self, at: int) -> int:
         letter = self._text[at + 1 : at + 2]
-        if letter in ("p", "P") and self._text.startswith("{", at + 2):
-            end = self._text.find("}", at)
-            if end < 0:
-                raise UnknownPattern("it ends within a bracket")
-            return end + 1
-        if letter in _HEX:
+        if letter in ("p", "P"):
+            if match := _CATEGORIES.match(self._text, at):
+                end: int = match.end()
+                return end
+        elif letter in _HEX:
             digits = self._text[at + 2 : at + 2 + _HEX[letter]]
-            if len(digits) == _HEX[letter] and all(digit in "0123456789abcdefABCDEF" for digit in digits):
+            is_whole = len(digits) == _HEX[letter] and all(digit in "0123456789abcdefABCDEF" for digit in digits)
+            if is_whole and (letter == "u" or digits < "8"):  # a byte that is not ASCII is no letter by itself
                 return at + 2 + len(digits)
         elif letter in _ESCAPES or (letter and letter.isascii() and letter.isprintable() and not letter.isalnum()):
             return at + 2

