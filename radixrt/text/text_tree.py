@@ -12,6 +12,7 @@ import numpy as np
 from radixrt.arrays import Int32Array
 from radixrt.prefixes.order import PrefixOrder
 from radixrt.prefixes.tree import prefix_tree
+from radixrt.text.common_length import common_length
 from radixrt.text.cuts import Cuts
 
 BLOCK = 1 << 22  # characters that are encoded at a time
@@ -85,17 +86,3 @@ class TextTree:
                 size = 0
         if size:
             yield len(self.order)
-
-
-def common_length(one: str, other: str) -> int:
-    """Characters that two texts begin with alike, by halves: slices are compared at the speed of memory."""
-    low, high = 0, min(len(one), len(other))
-    if one[:high] == other[:high]:
-        return high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
