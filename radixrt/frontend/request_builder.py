@@ -41,7 +41,7 @@ from radixrt.output import RequestOutput
 from radixrt.sampling_params import MAX_NEW_TOKENS, SamplingParams
 from radixrt.schedule.request import Request
 from radixrt.text.builder import TextBuilder
-from radixrt.text.chat import Chat, is_chat
+from radixrt.text.chat import Chat, SharedParts, is_chat
 from radixrt.text.excess import too_long
 from radixrt.text.hidden_tokens import named_in, special_texts
 from radixrt.text.prompts import encode_prompts
@@ -430,9 +430,10 @@ class RequestBuilder:
         """`token_ids` of each prompt, or what it would raise. What their texts share is encoded once."""
         found: dict[int, NDArray[np.int32] | PromptError] = {}
         texts: dict[int, str | Chat] = {}
+        shared = SharedParts()
         for place, prompt in enumerate(prompts):
             try:
-                read = self._read(prompt)
+                read = self._read(prompt, shared)
             except PromptError as error:
                 found[place] = error
                 continue
@@ -452,7 +453,7 @@ class RequestBuilder:
                 found[place] = error
         return [found[place] for place in range(len(prompts))]
 
-    def _read(self, prompt: Prompt) -> NDArray[np.int32] | str | Chat:
+    def _read(self, prompt: Prompt, shared: SharedParts) -> NDArray[np.int32] | str | Chat:
         """A prompt's token ids, or what is to be encoded. Raises PromptError."""
         ids: NDArray[Any]
         prompt = unwrapped(prompt)
@@ -466,7 +467,7 @@ class RequestBuilder:
             if self.tokenizer is None:
                 raise PromptError("is text, but the model's folder has no tokenizer: give token ids")
             try:
-                return prompt if isinstance(prompt, str) else Chat.of(prompt)
+                return prompt if isinstance(prompt, str) else Chat.of(prompt, shared)
             except TokenizerError as error:
                 raise PromptError(f"cannot be encoded: {error}") from error
         if isinstance(prompt, (list, tuple)) and not prompt:

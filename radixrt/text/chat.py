@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 from radixrt.checks import short
 from radixrt.errors import TokenizerError
@@ -19,6 +19,27 @@ _HINTS = ("cache_control",)  # of tools' functions
 _GIVEN = ("messages", "tools", "chat_template_kwargs", "continue_final_message", "reasoning_effort")
 _LONGEST_EFFORT = 64  # characters
 _RESERVED = ("messages", "tools", "add_generation_prompt")  # what a template gets anyway
+
+
+_T = TypeVar("_T")
+
+
+class SharedParts:
+    """Copies of parts of the chats of one list: an object that many of them hold is checked and copied once.
+
+    Nobody may change the objects while the list is read, nor the copies ever.
+    """
+
+    def __init__(self) -> None:
+        # By identity, with the objects: while they are here, no other one gets their identity.
+        self._copies: dict[tuple[object, int], tuple[object, Any]] = {}
+
+    def copy(self, given: object, checked: Callable[..., _T], *named: str) -> _T:
+        """What `checked` makes of an object, or has made of it before; errors say how it is `named`."""
+        if (known := self._copies.get((checked, id(given)))) is None:
+            known = self._copies[checked, id(given)] = given, checked(given, *named)
+        copy: _T = known[1]
+        return copy
 
 
 @dataclass(frozen=True)
@@ -40,18 +61,21 @@ class Chat:
     reasoning_effort: str | None = None
 
     @classmethod
-    def of(cls, given: Chat | Mapping[str, Any] | Sequence[Message]) -> Chat:
+    def of(cls, given: Chat | Mapping[str, Any] | Sequence[Message], shared: SharedParts | None = None) -> Chat:
         """Copy messages, or a dict with `messages` and, if need be, `tools`, `chat_template_kwargs`,
         `continue_final_message` and `reasoning_effort`; None is the same as none. Raises TokenizerError, which
         names what is bad.
+
+        `shared` parts are those of a list of chats, to which this one belongs.
         """
+        shared = shared or SharedParts()
         if isinstance(given, Chat):
             return given
         if not isinstance(given, Mapping) or "messages" not in given:
-            return cls(checked_messages(given))  # type: ignore[arg-type]  # it says what is wrong
+            return cls(checked_messages(given, shared))  # type: ignore[arg-type]  # it says what is wrong
         if unknown := [key for key in given if key not in _GIVEN and given[key] is not None]:
             raise TokenizerError(f"a chat has {', '.join(map(repr, unknown))}; it may have {', '.join(_GIVEN)}")
-        messages = checked_messages(given["messages"])
+        messages = checked_messages(given["messages"], shared)
         continued = given.get("continue_final_message")
         if not isinstance(continued, (bool, type(None))):
             raise TokenizerError(f"continue_final_message is {continued!r}; it must be True or False")
@@ -65,8 +89,8 @@ class Chat:
             )
         return cls(
             messages,
-            checked_tools(given.get("tools")),
-            checked_kwargs(given.get("chat_template_kwargs")),
+            shared.copy(given.get("tools"), checked_tools),
+            shared.copy(given.get("chat_template_kwargs"), checked_kwargs),
             bool(continued),
             effort,
         )
@@ -79,8 +103,8 @@ def is_chat(prompt: object) -> TypeGuard[Chat | Mapping[str, Any] | Sequence[Mes
     return isinstance(prompt, Chat) or (isinstance(prompt, Mapping) and "messages" in prompt)
 
 
-def checked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Copy messages. Raises TokenizerError, which names a bad one.
+def checked_messages(messages: Sequence[Message], shared: SharedParts | None = None) -> list[dict[str, Any]]:
+    """Copy messages; of those that are `shared` there is one copy. Raises TokenizerError, which names a bad one.
 
     Each is a dict of a role and a content: a string, or a list of {"type": "text", "text"}, which are joined. The
     assistant's may have `tool_calls`, then without a content if there is none: arguments become objects where they
@@ -91,10 +115,12 @@ def checked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         raise TokenizerError(f"a chat is a list of messages, not {type(messages).__name__}")
     if not messages:
         raise TokenizerError("the chat is empty; give at least one message")
-    return [_checked_message(f"chat message {place}", message) for place, message in enumerate(messages)]
+    shared = shared or SharedParts()
+    named = ((f"chat message {place}", message) for place, message in enumerate(messages))
+    return [shared.copy(message, _checked_message, which) for which, message in named]
 
 
-def _checked_message(which: str, message: object) -> dict[str, Any]:
+def _checked_message(message: object, which: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise TokenizerError(f"{which} is {type(message).__name__}; it must be a dict of role and content")
     # As OpenAI's client gives an answer's message: with fields that are not of its role, None or [].

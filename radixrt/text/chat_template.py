@@ -11,11 +11,13 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from radixrt.errors import TokenizerError
 from radixrt.text import template_process
 from radixrt.text.chat import Chat, Message
+from radixrt.text.chat_block import ChatBlock, Question
 from radixrt.workers.process import stopped
 
 # Of one rendering. The templates of known models take milliseconds, and a few times the text of their messages.
@@ -23,6 +25,7 @@ MAX_SECONDS = 10.0  # of CPU time
 MAX_BYTES = 2**30  # of the whole process; Linux alone heeds it
 MAX_CHARACTERS = 2**26
 
+MOST_CHATS = 512  # that the process is asked at once
 MAX_ENDLESS = 3  # renderings in a row that have passed the limit of time; then it is not tried again
 _ENDLESS, _GIVEN_UP, _ENDED = "endless", "given up", "ended"
 
@@ -57,6 +60,12 @@ class ChatTemplate:
     def __init__(self, plain: str, with_tools: str, special_tokens: Mapping[str, str]) -> None:
         self._sources = {"plain": plain, "with_tools": with_tools}
         self._words = {name: frozenset(re.findall(r"\w+", source)) for name, source in self._sources.items()}
+        self._knows_developers = {
+            name: _DEVELOPER.search(_COMMENT.sub("", source)) is not None for name, source in self._sources.items()
+        }
+        self._is_of_gpt_oss = (
+            self.holds("<|channel|>analysis") and self.holds(_THINKING) and not self.holds("reasoning_content")
+        )
         self._special_tokens = dict(special_tokens)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -85,7 +94,7 @@ class ChatTemplate:
 
         `template_kwargs` are for chats that do not give them.
         """
-        asked: dict[int, dict[str, Any]] = {}
+        asked: dict[int, Question] = {}
         texts: dict[int, str | TokenizerError] = {}
         for place, chat in enumerate(chats):
             try:
@@ -96,7 +105,9 @@ class ChatTemplate:
                 texts[place] = error
         answers = dict(zip(asked, self._answers(list(asked.values())), strict=True))
         # Templates differ in what they take for a call's message without a content, for arguments and roles.
-        others = {place: _otherwise(asked[place], answer) for place, answer in answers.items()}
+        others = {
+            place: _otherwise(asked[place], answer) for place, answer in answers.items() if not _is_whole(answer)
+        }
         while others:
             again = {place: question for place in others if (question := next(others[place], None)) is not None}
             for place, answer in zip(again, self._answers(list(again.values())), strict=True):
@@ -110,9 +121,7 @@ class ChatTemplate:
                 texts[place] = error
         return [texts[place] for place in range(len(chats))]
 
-    def _question(
-        self, chat: Chat, template_kwargs: Mapping[str, Any], add_generation_prompt: bool
-    ) -> dict[str, Any]:
+    def _question(self, chat: Chat, template_kwargs: Mapping[str, Any], add_generation_prompt: bool) -> Question:
         """What the process is asked. Raises TokenizerError if the template would leave something out."""
         with_tools = bool(chat.tools)
         if with_tools:
@@ -124,23 +133,18 @@ class ChatTemplate:
         if chat.reasoning_effort is not None and self.uses("reasoning_effort", with_tools=with_tools):
             effort = {"reasoning_effort": chat.reasoning_effort}
         variables = {
-            "messages": [*self._messages(chat, with_tools)],
-            "tools": chat.tools or None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt and not chat.is_continued,
             **self._special_tokens,
             **effort,
             **template_kwargs,
         }
-        return {"template": "with_tools" if with_tools else "plain", "variables": variables}
+        template = "with_tools" if with_tools else "plain"
+        return Question(template, [*self._messages(chat, with_tools)], chat.tools or None, variables)
 
     def _messages(self, chat: Chat, with_tools: bool) -> Iterator[Message]:
         """Messages as the template knows them."""
-        is_of_gpt_oss = (
-            self.holds("<|channel|>analysis") and self.holds(_THINKING) and not self.holds("reasoning_content")
-        )
-        source = self._sources["with_tools" if with_tools else "plain"]
-        knows_developers = _DEVELOPER.search(_COMMENT.sub("", source)) is not None
+        knows_developers = self._knows_developers["with_tools" if with_tools else "plain"]
         for place, given in enumerate(chat.messages):
             message: Message = given
             if not message.keys() <= _KNOWN:
@@ -148,42 +152,54 @@ class ChatTemplate:
                 message = {key: message[key] for key in used}
             if message["role"] == "developer" and not knows_developers:
                 message = {**message, "role": _AS_SYSTEM["developer"]}
-            if is_of_gpt_oss:
+            if self._is_of_gpt_oss:
                 message = _with_thinking(message)
             if chat.is_continued and place == len(chat.messages) - 1:
                 message = {**message, "content": message["content"] + _END_MARK}
             yield message
 
-    def _answers(self, asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The answers of the process; where one ends it, the others are asked one by one."""
-        if not asked:
-            return []
-        line = json.dumps(asked).encode() + b"\n"
-        with self._lock:
-            if self._endless >= MAX_ENDLESS:  # a batch has many lines
-                return [{"error": _GIVEN_UP, "cause": ""}] * len(asked)
-            process, first = self._running()
-            assert process.stdin is not None
-            assert process.stdout is not None
-            try:
-                process.stdin.write(first + line)
-                process.stdin.flush()
-                answer = process.stdout.readline()
-            except BrokenPipeError:
-                answer = b""
-            except BaseException:  # Ctrl-C: the next chat must not get this one's answer
-                self._end(process, wait=0)
-                raise
-            if answer.endswith(b"\n"):
-                self._endless = 0
-                given: list[dict[str, Any]] = json.loads(answer)
-                return given
-            status = self._end(process, wait=1)
-            if len(asked) == 1:
-                is_endless = status == -signal.SIGPROF
-                self._endless += is_endless
-                return [{"error": _ENDLESS if is_endless else _ENDED, "cause": str(status)}]
-        return [self._answers([one])[0] for one in asked]
+    def _answers(self, asked: list[Question]) -> list[dict[str, Any]]:
+        """The answers of the process, in blocks: a chat that ends the process costs no other one its answer."""
+        answers: list[dict[str, Any]] = []
+        suspect = -1  # where the process has ended without a limit of time: it may not be this chat's doing
+        while len(answers) < len(asked):
+            place = len(answers)
+            block = ChatBlock(asked, place, 1 if place == suspect else MOST_CHATS)
+            with self._lock:  # others take turns between blocks
+                if self._endless >= MAX_ENDLESS:  # a batch has many lines
+                    return answers + [{"error": _GIVEN_UP, "cause": ""}] * (len(asked) - place)
+                given, status = self._of_block(block)
+                self._endless = (0 if given else self._endless) + (status == -signal.SIGPROF)
+            answers += given
+            if status == -signal.SIGPROF:
+                answers.append({"error": _ENDLESS, "cause": ""})
+            elif status is not None and block.num_chats == 1:
+                answers.append({"error": _ENDED, "cause": str(status)})
+            elif status is not None:
+                suspect = len(answers)
+        return answers
+
+    def _of_block(self, block: ChatBlock) -> tuple[list[dict[str, Any]], int | None]:
+        """The answers to a block; if one of its chats ends the process, those before it, and how it has ended."""
+        process, first = self._running()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        answers: list[dict[str, Any]] = []
+        before = ""
+        try:
+            process.stdin.write(first + block.line)
+            process.stdin.flush()
+            while len(answers) < block.num_chats and (line := process.stdout.readline()).endswith(b"\n"):
+                answer: dict[str, Any] = json.loads(line)
+                if "text" in answer:
+                    before = answer["text"] = before[: answer["shared"]] + answer["text"]
+                answers.append(answer)
+        except BrokenPipeError:
+            pass
+        except BaseException:  # Ctrl-C: the next chat must not get this one's answer
+            self._end(process, wait=0)
+            raise
+        return answers, None if len(answers) == block.num_chats else self._end(process, wait=1)
 
     def _running(self) -> tuple[subprocess.Popen[bytes], bytes]:
         """The process, and what it must be sent first."""
@@ -225,11 +241,11 @@ def _is_whole(answer: Mapping[str, Any]) -> bool:
     return "text" in answer and not answer["lost"]
 
 
-def _otherwise(question: dict[str, Any], answer: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _otherwise(question: Question, answer: Mapping[str, Any]) -> Iterator[Question]:
     """The same otherwise, where that may mend the answer: with empty contents of calls where there are none, with
     none where they are empty, and with the arguments as JSON; and all of these with developers as the system.
     """
-    messages = question["variables"]["messages"]
+    messages = question.messages
     error = answer.get("error")
     lost = [messages[place] for kind, place, *_ in answer.get("lost", ()) if kind != "tool"]
     for_calls = error == template_process.FAILED or any(message.get("tool_calls") for message in lost)
@@ -243,7 +259,7 @@ def _otherwise(question: dict[str, Any], answer: Mapping[str, Any]) -> Iterator[
             changed = [_changed(message, content, as_text) for message in named]
             if changed not in tried:
                 tried.append(changed)
-                yield {**question, "variables": {**question["variables"], "messages": changed}}
+                yield replace(question, messages=changed)
 
 
 _AS_SYSTEM = {"developer": "system"}  # OpenAI's newer name of it

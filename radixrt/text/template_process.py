@@ -1,9 +1,10 @@
 """The process that renders chat templates: a template is a program, and only a process can be held to limits.
 
-It is run as a file, and imports nothing but jinja2 and two files beside it. Its arguments are the paths of
-modules, and the limits; its standard input is lines of JSON: first the templates by name, then lists of
-{"template": name, "variables": {...}}. Each list is answered by a line, a list of {"text", "lost"} or {"error",
-"cause"}; what is lost are parts of the chat that the text does not have, see `traces`.
+It is run as a file, and imports nothing but jinja2 and three files beside it. Its arguments are the paths of
+modules, and the limits; its standard input is lines of JSON: first the templates by name, then blocks of chats,
+see `chat_block`. Each chat is answered by a line, {"shared", "text", "lost"} or {"error", "cause"}. A text begins
+with as many characters of the one before it in the block as are `shared`, and `text` is what follows them; what is
+lost are parts of the chat that the text does not have, see `traces`.
 
 CPU time is the kernel's to limit: a render that takes too much ends the process, by SIGPROF.
 """
@@ -18,7 +19,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import IO, Any
 
@@ -30,7 +31,7 @@ def main(paths: list[str], seconds: float, max_bytes: int, max_characters: int) 
     sys.path[:] = paths  # those of the process that asks
     said = _beside("said_arguments").SaidArguments
     render = _renderer(json.loads(sys.stdin.buffer.readline()), max_characters, said)
-    answer = partial(_answer, said, _beside("traces").lost, render, seconds)
+    answer = partial(_answer, _beside("traces").lost, render, seconds)
     # What the process that asks ignores or blocks, this one would, too.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGPROF,))
@@ -38,7 +39,7 @@ def main(paths: list[str], seconds: float, max_bytes: int, max_characters: int) 
     # macOS knows this limit, and takes no notice of it.
     resource.setrlimit(resource.RLIMIT_AS, (max_bytes if hard < 0 else min(max_bytes, hard), hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _serve(sys.stdin.buffer, sys.stdout.buffer, answer)
+    _serve(sys.stdin.buffer, sys.stdout.buffer, said, _beside("common_length").common_length, answer)
 
 
 def _beside(name: str) -> Any:
@@ -50,20 +51,38 @@ def _beside(name: str) -> Any:
     return module
 
 
-def _serve(asked: IO[bytes], answers: IO[bytes], answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+def _serve(asked: IO[bytes], answers: IO[bytes], said: Any, common_length: Any, answer: Any) -> None:
     while line := asked.readline():
-        answers.write(json.dumps([answer(one) for one in json.loads(line)]).encode() + b"\n")
+        _answer_block(json.loads(line), answers, said, common_length, answer)
+
+
+def _answer_block(block: dict[str, Any], answers: IO[bytes], said: Any, common_length: Any, answer: Any) -> None:
+    """Write the answer of each chat before the next one is rendered, which may end this process."""
+    messages, others = block["messages"], block["others"]
+    for message in messages:
+        _keep_said(message, said)
+    before = ""
+    for name, variables, tools, places in block["chats"]:
+        chat = {"messages": [messages[place] for place in places], "tools": others[tools]}
+        given = answer(name, {**others[variables], **chat})
+        if (text := given.get("text")) is not None:
+            given["shared"] = common_length(before, text)
+            given["text"] = text[given["shared"] :]
+            before = text
+        answers.write(json.dumps(given).encode() + b"\n")
         answers.flush()
 
 
-def _answer(said: Any, lost: Any, render: Any, seconds: float, asked: dict[str, Any]) -> dict[str, Any]:
+def _keep_said(message: dict[str, Any], said: Any) -> None:
+    """Make `said` of arguments that are text."""
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        if isinstance(function["arguments"], str):
+            function["arguments"] = said(function["arguments"])
+
+
+def _answer(lost: Any, render: Any, seconds: float, name: str, variables: dict[str, Any]) -> dict[str, Any]:
     """The text of a chat, and what of it is lost, or the error: each in so many seconds of CPU time."""
-    name, variables = asked["template"], asked["variables"]
-    for message in variables["messages"]:
-        for call in message.get("tool_calls") or ():
-            function = call["function"]
-            if isinstance(function["arguments"], str):
-                function["arguments"] = said(function["arguments"])
     try:
         signal.setitimer(signal.ITIMER_PROF, seconds)
         given: dict[str, Any] = render(name, variables)
@@ -86,7 +105,8 @@ def _renderer(sources: Mapping[str, str], max_characters: int, said: type[str]) 
     def render(name: str, variables: dict[str, Any]) -> dict[str, str]:
         try:
             if name not in compiled:
-                compiled[name] = environment.from_string(sources[name])
+                compiled[name] = template = environment.from_string(sources[name])
+                template.globals = dict(template.globals)  # each rendering copies them
             pieces: list[str] = []
             left = max_characters
             for piece in compiled[name].generate(**variables):

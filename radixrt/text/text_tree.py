@@ -9,6 +9,7 @@ import numpy as np
 from radixrt.arrays import Int32Array
 from radixrt.prefixes.order import PrefixOrder
 from radixrt.prefixes.tree import prefix_tree
+from radixrt.text.common_length import common_length
 from radixrt.text.cuts import Cuts
 
 FIRST, LARGEST = 1 << 16, 1 << 20  # characters that are encoded at a time: few at first, twice as many each time
@@ -77,17 +78,3 @@ class TextTree:
     def _stretch(self, text: str, begin: int, end: int | None) -> str:
         """What is encoded of a text from one place to another."""
         return text[begin + 1 : end] if begin and self._cuts.drops_blank else text[begin:end]
-
-
-def common_length(one: str, other: str) -> int:
-    """Characters that two texts begin with alike, by halves: slices are compared at the speed of memory."""
-    low, high = 0, min(len(one), len(other))
-    if one[:high] == other[:high]:
-        return high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low

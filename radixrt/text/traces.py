@@ -67,12 +67,21 @@ def _prove_themselves(variables: dict[str, Any], text: str) -> bool:
     messages = variables["messages"]
     if len(messages) > _FEW or variables.get("tools") or any(message.get("tool_calls") for message in messages):
         return False
-    given = [message.get(name) or "" for message in messages for name in ("content", "reasoning_content")]
-    contents = [(message.get("content") or "")[slice(*told(message))] for message in messages]
-    return all(
-        len(content) >= _LONG and content in text and sum(content in one for one in given) == 1
-        for content in contents
-    )
+    contents = [message.get("content") or "" for message in messages]
+    thoughts = [message.get("reasoning_content") or "" for message in messages]
+    at = 0
+    for place, message in enumerate(messages):
+        content = contents[place][slice(*told(message))]
+        others = [*contents[:place], *contents[place + 1 :], *thoughts]
+        if len(content) < _LONG or any(content in other for other in others):
+            return False
+        # Mostly it is where its beginning is first: a short text is found sooner than a long one.
+        begin = text.find(content[:_LONG], at)
+        if text.startswith(content, begin):
+            at = begin + len(content)
+        elif content not in text:
+            return False
+    return True
 
 
 def _missing(

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from radixrt.errors import TokenizerError
-from radixrt.text.chat import Chat, checked_messages, is_chat
+from radixrt.text.chat import Chat, SharedParts, checked_messages, is_chat
 from radixrt.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support.small_tokenizers import (
     CHATML,
@@ -250,3 +250,31 @@ def test_encoding_without_special_tokens(tmp_path: Path) -> None:
     llama = load_tokenizer(write_llama(tmp_path, sentencepiece_model()))
     for tokenizer in (llama, small_tokenizer("bare")):
         assert tokenizer.encode("hello").tolist() == [1, *tokenizer.encode("hello", add_special_tokens=False)]
+
+
+def test_what_chats_share_is_copied_once() -> None:
+    system, tools = {"role": "system", "content": "Be brief."}, [{"type": "function", "function": {"name": "f"}}]
+    given = [{"messages": [system, {"role": "user", "content": text}], "tools": tools} for text in "ab"]
+    shared = SharedParts()
+    first, second = (Chat.of(chat, shared) for chat in given)
+    assert (first, second) == (Chat.of(given[0]), Chat.of(given[1]))
+    assert first.messages[0] is second.messages[0]
+    assert first.tools is second.tools
+    system["content"] = "Be long."
+    assert (first.messages[0]["content"], Chat.of(given[0]).messages[0]["content"]) == ("Be brief.", "Be long.")
+
+
+def test_shared_parts_tell_objects_and_their_uses_apart() -> None:
+    shared = SharedParts()
+    for content in "ab":
+        given = {"role": "user", "content": content}
+        assert Chat.of([given], shared).messages[0]["content"] == content
+        del given  # the next one must not get its identity
+    message = {"role": "user", "content": "a", "messages": 1}
+    Chat.of([message], shared)
+    with pytest.raises(TokenizerError, match="chat_template_kwargs have 'messages', which the template gets"):
+        Chat.of({"messages": [message], "chat_template_kwargs": message}, shared)
+    bad = {"role": "user"}
+    for messages in ([bad], [message, bad]):  # each error names its own place
+        with pytest.raises(TokenizerError, match=f"chat message {len(messages) - 1} has no 'content'"):
+            Chat.of(messages, shared)

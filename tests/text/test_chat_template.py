@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import io
+import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -17,8 +20,10 @@ from transformers import AutoTokenizer
 
 from radixrt.errors import TokenizerError
 from radixrt.text import chat_template, template_process
-from radixrt.text.chat import Chat
+from radixrt.text.chat import Chat, SharedParts
+from radixrt.text.chat_block import ChatBlock
 from radixrt.text.chat_template import ChatTemplate
+from radixrt.text.common_length import common_length
 from radixrt.text.said_arguments import SaidArguments
 from radixrt.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support.chat_templates import GPT_OSS
@@ -100,6 +105,59 @@ def test_many_at_once(tmp_path: Path) -> None:
     assert isinstance(bad, TokenizerError)
     assert "division by zero" in str(bad)
     assert tokenizer.chat_texts([]) == []
+
+
+SAID = [
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a"}],
+    [{"role": "system", "content": "Be brief. "}, {"role": "user", "content": "a"}],
+    [{"role": "user", "content": "a"}, {"role": "system", "content": "Be brief."}],
+    [{"role": "user", "content": "a"}, {"role": "user", "content": "a"}],
+    CALLED,
+    [*CALLED, {"role": "user", "content": "a"}],
+    [CALLED[0], {**CALLED[1], "tool_calls": [{**CALL, "function": {**CALL["function"], "arguments": "{"}}]}],
+]
+
+
+@pytest.mark.parametrize("most", [1, 3, 512])
+@pytest.mark.parametrize("template", ["json", "tools"])
+def test_shared_messages_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, most: int
+) -> None:
+    """The texts are those of chats that are rendered alone, in their order."""
+    tokenizer = chat_tokenizer(tmp_path, TEMPLATES[template] + "{{ n }}{# tool_calls #}")
+    given = [{"messages": messages, "chat_template_kwargs": {"n": n}} for messages in SAID for n in (1, True)]
+    expected = [tokenizer.chat_text(chat) for chat in given]
+    monkeypatch.setattr(chat_template, "MOST_CHATS", most)
+    shared = SharedParts()
+    for chats in ([Chat.of(chat) for chat in given], [Chat.of(chat, shared) for chat in given]):
+        assert tokenizer.chat_texts(chats) == expected
+        assert tokenizer.chat_texts(chats[::-1]) == expected[::-1]
+
+
+def test_a_message_that_has_changed_since(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(tmp_path, SHOWN)
+    message = {"role": "user", "content": "a"}
+    for content in "ab":
+        message["content"] = content
+        assert tokenizer.chat_texts([Chat([message]), Chat([message, message])]) == [content, content * 2]
+
+
+def test_each_answer_is_written_before_the_next_chat_is_rendered() -> None:
+    """So a chat that ends the process costs no other one its answer, and no more than one text is held."""
+    raw = io.BytesIO()
+    before = []
+
+    def answer(name: str, variables: dict[str, Any]) -> dict[str, Any]:
+        before.append(raw.getvalue().count(b"\n"))
+        return {"text": variables["messages"][0]["content"], "lost": []}
+
+    messages = [{"role": "user", "content": content} for content in ("ab", "abc", "b")]
+    block = {"messages": messages, "others": [{}], "chats": [["plain", 0, 0, [place]] for place in range(3)]}
+    answers = io.BufferedWriter(raw)
+    template_process._answer_block(block, answers, SaidArguments, common_length, answer)
+    assert before == [0, 1, 2]
+    found = [json.loads(line) for line in raw.getvalue().splitlines()]
+    assert [(one["shared"], one["text"]) for one in found] == [(0, "ab"), (2, "c"), (0, "b")]
 
 
 def test_a_time_is_that_of_now(tmp_path: Path) -> None:
@@ -257,8 +315,7 @@ def test_the_limit_of_time_is_for_all_renders_of_marks(monkeypatch: pytest.Monke
     def lost(variables: dict[str, Any], text: str, render: Callable[[Any], object]) -> list[Any]:
         return [render(variables) for _ in range(5)]
 
-    asked = {"template": "plain", "variables": {"messages": []}}
-    answer = template_process._answer(SaidArguments, lost, lambda name, variables: {"text": "a"}, 7, asked)
+    answer = template_process._answer(lost, lambda name, variables: {"text": "a"}, 7, "plain", {"messages": []})
     assert (answer, timers) == ({"text": "a", "lost": ["a"] * 5}, [7, 7, 0])
 
 
@@ -314,6 +371,55 @@ def test_one_of_many_without_end(tmp_path: Path) -> None:
     assert [text.startswith("done") for text in texts[:4]] == [True, False, True, False]
     assert [endless in text for text in texts] == [False, True, False, True, True, True, False, False]
     assert [refused in text for text in texts] == [False] * 6 + [True] * 2
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How processes have ended since."""
+    seen: list[int] = []
+    own = ChatTemplate._end
+
+    def noted(self: ChatTemplate, process: subprocess.Popen[bytes], wait: float) -> int:
+        seen.append(own(self, process, wait))
+        return seen[-1]
+
+    monkeypatch.setattr(ChatTemplate, "_end", noted)
+    return seen
+
+
+@pytest.mark.usefixtures("low_limits")
+def test_a_chat_without_end_costs_no_other_one_its_text(tmp_path: Path, ends: list[int]) -> None:
+    """None is rendered twice, wherever in a block it is."""
+    tokenizer = chat_tokenizer(tmp_path, "{% if messages[0].content == 'x' %}" + SILENT + "{% endif %}" + SHOWN)
+    chats = [Chat.of([{"role": "user", "content": text}]) for text in "abcxdexf"]
+    texts = tokenizer.chat_texts(chats)
+    assert ["x" if isinstance(text, TokenizerError) else text for text in texts] == [*"abcxdexf"]
+    assert "takes more than 10 seconds for these messages" in str(texts[3])
+    assert ends == [-signal.SIGPROF] * 2
+
+
+@pytest.mark.parametrize("is_its_doing", [False, True])
+def test_a_process_that_ends_for_another_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_its_doing: bool
+) -> None:
+    """The chat that it was at is rendered once more, alone: somebody may have killed the process."""
+    asked: list[int] = []
+    own = ChatTemplate._of_block
+
+    def killed(self: ChatTemplate, block: ChatBlock) -> tuple[list[dict[str, Any]], int | None]:
+        asked.append(block.num_chats)
+        answers, status = own(self, block)
+        place = next((i for i, answer in enumerate(answers) if answer["text"] == "x"), -1)
+        if place >= 0 and (is_its_doing or len(asked) == 1):
+            return answers[:place], -signal.SIGKILL
+        return answers, status
+
+    monkeypatch.setattr(ChatTemplate, "_of_block", killed)
+    chats = [Chat.of([{"role": "user", "content": text}]) for text in "abxcd"]
+    texts = chat_tokenizer(tmp_path, SHOWN).chat_texts(chats)
+    told = "the chat template has ended the process that renders it, with the status -9"
+    assert list(map(str, texts)) == ["a", "b", told if is_its_doing else "x", "c", "d"]
+    assert asked == [5, 1, 2]
 
 
 # --- the process ---

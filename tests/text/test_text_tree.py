@@ -16,7 +16,7 @@ from tokenizers import models, pre_tokenizers
 from radixrt.errors import TokenizerError
 from radixrt.text import text_tree
 from radixrt.text.codec import Codec, JsonCodec
-from radixrt.text.text_tree import TextTree, common_length
+from radixrt.text.text_tree import TextTree
 from radixrt.text.tokenizer import Tokenizer
 from tests.support.pipelines import PIPELINES, TEXT_MARKERS
 from tests.support.shared_texts import shared_texts
@@ -119,13 +119,6 @@ def test_a_cut_far_before_the_end() -> None:
     assert codec.cuts().last(texts[0], 0, len(texts[0]) - 1) == 0
     assert codec.cuts().last(texts[0], 0, len(head)) > 80
     assert ids_of(codec, texts) == codec.encode(texts)
-
-
-@given(one=st.text("ab", max_size=20), other=st.text("ab", max_size=20))
-def test_common_length(one: str, other: str) -> None:
-    length = common_length(one, other)
-    assert one[:length] == other[:length]
-    assert length in (len(one), len(other)) or one[length] != other[length]
 
 
 # --- the tokenizer, which uses it ---

@@ -58,12 +58,19 @@ def test_long_contents_prove_themselves() -> None:
         assert lost_by(noted, *messages) == []
         assert len(rendered) == count
     assert lost_by(noted, said(f"No: {long}"), said(long, "critic")) == [("message", 1)]
+    rendered.clear()
+    messages = [said(long), said("She does, and so does Tarek.", "assistant")]
+    one, other = (message["content"] for message in messages)
+    for text in (other + one, one[:30] + one + other):  # wherever they are
+        assert lost({"messages": messages}, text, noted) == []
+    assert rendered == []
 
 
 @pytest.mark.parametrize(
     "cut",
     [
         lambda content: content[: len(content) // 2],
+        lambda content: content[:30],
         lambda content: content[len(content) // 2 :],
         lambda content: content.split("\n")[-1],
         lambda content: "\n".join(content.split("\n")[:: content.count("\n")]),

@@ -1,0 +1,16 @@
+"""How much texts have in common at their beginning."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixrt.text.common_length import common_length
+
+
+@settings(max_examples=200)
+@given(st.text("ab😀", max_size=20), st.text("ab😀", max_size=20), st.text("ab😀", max_size=20))
+def test_as_characters_one_by_one(shared: str, one: str, other: str) -> None:
+    one, other = shared + one, shared + other
+    differ = [place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b]
+    assert common_length(one, other) == min([*differ, len(one), len(other)])
