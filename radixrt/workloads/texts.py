@@ -1,7 +1,5 @@
 """Lists of prompts as texts of English words, with the lengths and the sharing of the lists of tokens."""
 
-# Tests: tests/workloads/test_texts.py
-
 from __future__ import annotations
 
 import random
