@@ -53,7 +53,7 @@ def shared_texts(rng: random.Random, markers: Sequence[str] = (), count: int = 5
     whole = text(rng, markers, 20) + text(rng, markers, 20)
     found = ["", whole]
     while len(found) < count // 2:
-        end = rng.randint(1, len(whole))
+        end = rng.randint(0, len(whole))
         found.append(whole[:end] + (text(rng, markers, 2) if rng.random() < 0.7 else ""))
     while len(found) < count:
         found.append(rng.choice(found) if rng.random() < 0.1 else text(rng, markers, 5))
