@@ -200,7 +200,7 @@ def test_families_continue_as_transformers(family: str, tmp_path: Path) -> None:
     with torch.device("cpu"):
         model = FAMILIES[family]()
     model.to(torch.get_default_device())
-    prompts, params = shared_prompts(), replace(GREEDY, max_new_tokens=16)
+    prompts, params = shared_prompts(), replace(GREEDY, max_new_tokens=10)
     with small_runtime(write(model, tmp_path), chunked_prefill_size=13) as runtime:
         cold, warm = runtime.generate(prompts, params), runtime.generate(prompts, params)
     for prompt, *outputs in zip(prompts, cold, warm, strict=True):

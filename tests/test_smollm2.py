@@ -56,7 +56,7 @@ def test_greedy_answers_are_those_of_transformers(theirs: Any) -> None:
         found = runtime.generate(chats, params)
         ids = [runtime.tokenizer.encode_chat(chat).tolist() for chat in chats]
         cached = sum(output.usage.cached_tokens for output in found)
-    for own, output in zip(ids, found, strict=True):
+    for own, output in [*zip(ids, found, strict=True)][::4]:  # transformers takes seconds for each
         expected = theirs.generate(torch.tensor([own]), max_new_tokens=6, do_sample=False, pad_token_id=2)
         assert list(output.token_ids) == expected[0, len(own) :].tolist(), output.text
     assert cached > 0.6 * sum(map(len, ids)), "the documents are shared"

@@ -150,6 +150,7 @@ ODD = {
 }
 
 
+@pytest.mark.long_unless(kept=lambda given: given["name"] in ("llama", "gemma2 without overlap"))
 @pytest.mark.parametrize("name", ODD)
 def test_an_odd_number_of_layers(name: str, tmp_path: Path) -> None:
     """Of random models, before and after other weights are read, from a folder or from memory."""

@@ -392,7 +392,7 @@ def test_calls_beside_a_form(parsers: Parsers, serving: Serving, runtime: Runtim
     client = client_of(serving(Server(runtime, "built-in", parsers=parsers)))
     odd = {"type": "function", "function": {"name": "odd", "parameters": {"type": "object", "not": {}}}}
     asked: dict[str, Any] = {**ASK, "max_tokens": 120, "response_format": RESPONSE_FORMAT, "tools": [*TOOLS, odd]}
-    seen = client.chat.completions.create(**asked | {"n": 24, "temperature": 2.0, "seed": 3})
+    seen = client.chat.completions.create(**asked | {"n": 12, "temperature": 2.0, "seed": 3})
     ended = [choice for choice in seen.choices if choice.finish_reason != "length"]
     calls, contents = calls_and_contents(ended)
     assert contents

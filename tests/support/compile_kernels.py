@@ -242,17 +242,21 @@ def _compile_nth(index: int) -> Compiled:
 
 
 def fewest(variants: Iterable[Variant]) -> Iterator[Variant]:
-    """Those of the few cases that `make test` compiles: for Hopper all; for other architectures, which have
-    configurations in common, each kernel once, and for the one with the least shared memory attention in full.
+    """Those of the few cases that `make test` compiles: each kernel of each operation for Hopper, with wgmma and
+    without, and of these the first and the last; for other architectures, which have configurations in common,
+    each kernel once, and for the one with the least shared memory attention in full.
     """
-    seen = set()
+    of_kinds: dict[tuple[object, ...], list[Variant]] = {}
     for variant in variants:
         case = variant.cases[0]
         kind = variant.arch, variant.source.fn.__name__, case.min_capability  # with e4m3 and without
-        in_full = variant.arch == 89 and case.op in (decode_attention, extend_attention)
-        if variant.arch == 90 or in_full or kind not in seen:
-            yield variant
-        seen.add(kind)
+        of_kinds.setdefault((*kind, case.op, case.wgmma) if variant.arch == 90 else kind, []).append(variant)
+    for (arch, *_), several in of_kinds.items():
+        yield several[0]
+        if arch == 90:
+            yield from several[-1:][: len(several) - 1]
+        elif arch == 89:
+            yield from (each for each in several[1:] if each.cases[0].op in (decode_attention, extend_attention))
 
 
 def compile_all(cases: list[KernelCase], archs: Iterable[int], *, few: bool = False) -> Iterator[Compiled]:

@@ -24,7 +24,7 @@ from radixrt.text.tokenizer import Tokenizer, load_tokenizer
 from radixrt.text.tokenizer_json import OF_LLAMA_3, OF_TEKKEN
 from tests.support.real_vocabularies import path_of, ranks_of, texts, write_config
 
-COUNT = 2000
+COUNT = 500
 SENTENCEPIECE = ("mistral v1", "mistral v2", "mistral v3", "mistral v7")
 TEKKEN = ("tekken 240718", "tekken 240911")
 # Names of transformers' classes; those with constructors of their own drop much of tokenizer.json.
@@ -58,7 +58,7 @@ def folder_with(path: Path, folder: Path, name: str) -> Path:
     return folder
 
 
-def check_streams(tokenizer: Tokenizer, count: int = 200) -> None:
+def check_streams(tokenizer: Tokenizer, count: int = 100) -> None:
     """Token by token the same text comes as at once."""
     for text in texts(count, seed=1):
         ids = tokenizer.encode(text, add_special_tokens=False).tolist()
