@@ -38,8 +38,12 @@ if triton.__version__ and not torch.cuda.is_available():
 gc.disable()  # until all tests are collected: there is hardly any garbage among so many objects
 
 # A deadline fails on a busy machine, not on a slow program. The same examples each time: CI does not flicker.
-settings.register_profile("radixrt", deadline=None, derandomize=True)
-settings.load_profile("radixrt")
+settings.register_profile("radixrt", deadline=None, derandomize=True, max_examples=40)
+settings.register_profile("radixrt-long", settings.get_profile("radixrt"), max_examples=100)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("radixrt-long" if "long" in config.option.markexpr else "radixrt")
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -135,9 +139,9 @@ def _mark_all_but_few(items: list[pytest.Item]) -> None:
     """Mark as `long` what `each_once` leaves out. What needs a GPU is quick there, and stays."""
     cases: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("each_once"):
-            if not any(item.get_closest_marker(name) for name in ("gpu", "long")):
-                cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        marks = {mark.name for mark in item.iter_markers()}
+        if isinstance(item, pytest.Function) and "each_once" in marks and not marks & {"gpu", "long"}:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for of_test in cases.values():
         values = [{f"{name} {value!r}" for name, value in item.callspec.params.items()} for item in of_test]
         missing = set.union(*values)

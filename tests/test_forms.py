@@ -350,7 +350,9 @@ def one_by_one(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(booking, "MIN_FORCED", 10**9)
 
 
-@pytest.mark.long_unless(kept=lambda given: not {"overlap", "enable_prefix_cache", "max_running_requests"} & given["options"].keys())
+@pytest.mark.long_unless(
+    kept=lambda given: given["options"] in ({}, {"chunked_prefill_size": 3}, {"max_total_tokens": 48})
+)
 @pytest.mark.parametrize(
     "options",
     [

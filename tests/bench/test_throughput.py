@@ -262,7 +262,7 @@ def test_another_engine_beside_ours(
 @pytest.mark.parametrize(
     ("wrong", "cell", "reason"),
     [
-        ("fails", r"- \[\d\]", "ValueError: the engine core died"),
+        pytest.param("fails", r"- \[\d\]", "ValueError: the engine core died", marks=pytest.mark.long),
         ("crashes", r"- \[\d\]", "its process ended: Segmentation fault"),
         ("short", r"- \[\d\]", r"it made \d+ of \d+ tokens: nothing can be compared"),
         ("no start", r"- \[\d\]", "vLLM did not start: its process ended: RuntimeError: CUDA out of memory"),

@@ -33,8 +33,8 @@ from radixrt.workloads import token_statistics
 from radixrt.workloads.bound import DeviceSpeed, ModelShape, list_bound
 from radixrt.workloads.lists import WorkloadPrompt, docqa, fewshot, samples, system_prompt, unshared
 from scripts.bench_batch_plan import CASES, measure_speed, random_tree
-from tests.planning.test_prefix_order import prompt_lists
 from tests.support.plans import planned
+from tests.support.prompt_lists import prompt_lists
 
 BUDGETS = (2048, 8192, 16384)
 
@@ -521,6 +521,7 @@ def test_long_answers_first_leave_no_tail() -> None:
 # -- speed and memory --------------------------------------------------------------------------------------
 
 
+@pytest.mark.long_unless(kept=lambda given: given["case"] in ("groups of 100", "one long prefix"))
 @pytest.mark.parametrize("case", CASES)
 def test_planning_is_quick(case: str) -> None:
     speed = measure_speed(case, 2_000 if case != "one long prefix" else 400)

@@ -307,7 +307,7 @@ def run_machine(examples: int, steps: int) -> None:
 
 
 def test_state_machine_short() -> None:
-    run_machine(examples=15, steps=30)
+    run_machine(examples=8, steps=30)
 
 
 @pytest.mark.long

@@ -339,7 +339,7 @@ def test_states_go_to_the_host_and_back(
     ("name", "stages", "ranks"),
     [
         ("granite4-moe", 2, 2),
-        ("nemotron-h-moe", 3, 1),
+        pytest.param("nemotron-h-moe", 3, 1, marks=pytest.mark.long),
         pytest.param("nemotron-h-moe", 1, 4, marks=pytest.mark.long),  # neighbours have one group of keys
         pytest.param("qwen3.5", 1, 2, marks=pytest.mark.long),
         pytest.param("qwen3-next", 2, 2, marks=pytest.mark.long),

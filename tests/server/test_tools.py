@@ -72,8 +72,8 @@ def joined(chunks: Any) -> list[dict[str, Any]]:
     [
         (f"Well.\n{HERMES}\n{HERMES}", None, None, "Well.\n", 2),
         (f"<think>\na\n</think>\n\n{HERMES}", Parsers("hermes", "think"), "a", None, 1),
-        (LLAMA, Parsers("llama3_json"), None, None, 1),
-        (CODER, Parsers("qwen3_coder"), None, None, 1),
+        pytest.param(LLAMA, Parsers("llama3_json"), None, None, 1, marks=pytest.mark.long),
+        pytest.param(CODER, Parsers("qwen3_coder"), None, None, 1, marks=pytest.mark.long),
         (HARMONY, HARMONY_PARSERS, "Need Oslo.", None, 1),
         ("Hello <tool_call>", None, None, "Hello <tool_call>", 0),
         (HERMES, Parsers(), None, HERMES, 0),

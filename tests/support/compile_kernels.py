@@ -242,21 +242,22 @@ def _compile_nth(index: int) -> Compiled:
 
 
 def fewest(variants: Iterable[Variant]) -> Iterator[Variant]:
-    """Those of the few cases that `make test` compiles: each kernel of each operation for Hopper, with wgmma and
-    without, and of these the first and the last; for other architectures, which have configurations in common,
-    each kernel once, and for the one with the least shared memory attention in full.
+    """Those of the few cases that `make test` compiles: for Hopper what wants wgmma, and of other variants of an
+    operation's kernel the first and the last; for other architectures, which have configurations in common, each
+    kernel once, and for the one with the least shared memory attention in full.
     """
     of_kinds: dict[tuple[object, ...], list[Variant]] = {}
     for variant in variants:
         case = variant.cases[0]
         kind = variant.arch, variant.source.fn.__name__, case.min_capability  # with e4m3 and without
-        of_kinds.setdefault((*kind, case.op, case.wgmma) if variant.arch == 90 else kind, []).append(variant)
+        of_kinds.setdefault((*kind, case.op) if variant.arch == 90 else kind, []).append(variant)
     for (arch, *_), several in of_kinds.items():
         yield several[0]
-        if arch == 90:
-            yield from several[-1:][: len(several) - 1]
-        elif arch == 89:
-            yield from (each for each in several[1:] if each.cases[0].op in (decode_attention, extend_attention))
+        for variant in several[1:]:
+            cases = variant.cases
+            for_hopper = arch == 90 and (variant is several[-1] or any(case.wgmma for case in cases))
+            if for_hopper or (arch == 89 and cases[0].op in (decode_attention, extend_attention)):
+                yield variant
 
 
 def compile_all(cases: list[KernelCase], archs: Iterable[int], *, few: bool = False) -> Iterator[Compiled]:

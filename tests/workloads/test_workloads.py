@@ -208,7 +208,8 @@ def digest(prompts: Sequence[WorkloadPrompt]) -> str:
     """Of lengths, tokens and answers' lengths."""
     of_all = hashlib.sha256()
     for one in prompts:
-        of_all.update(np.array([len(one.prompt_ids), *one.prompt_ids, one.max_new_tokens], np.int32).tobytes())
+        parts = [len(one.prompt_ids)], one.prompt_ids, [one.max_new_tokens]
+        of_all.update(np.concatenate(parts).astype(np.int32).tobytes())
     return of_all.hexdigest()[:16]
 
 

@@ -39,6 +39,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 # In the interpreter, which takes seconds for each, all others are long tests.
 FEW = ((torch.float32, "window"), (torch.bfloat16, "softcap"))
 few_options = interpreted_only(lambda given: (given["dtype"], named(OPTIONS, given["options"])) in FEW)
+windows = interpreted_only(lambda given: (given["dtype"], named(OPTIONS, given["options"])) == FEW[0])
+soft_caps = interpreted_only(lambda given: (given["dtype"], named(OPTIONS, given["options"])) == FEW[1])
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
@@ -143,7 +145,7 @@ def test_it_is_attention(dtype: torch.dtype, impl: Impl, options: dict[str, Any]
         torch.testing.assert_close(requests.lse[b].double(), lse, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-@few_options
+@windows
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_chunks_and_neighbours_change_nothing(dtype: torch.dtype, impl: Impl, options: dict[str, Any]) -> None:
     requests = Requests(make_case([100, 33, 1, 64, 170], dtype=dtype, head_dim=32), impl, options)
@@ -159,7 +161,7 @@ def test_chunks_and_neighbours_change_nothing(dtype: torch.dtype, impl: Impl, op
             assert same_bits(lse, requests.lse[i][start:]), (i, start)
 
 
-@few_options
+@soft_caps
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_decodes_have_the_bits_of_extends(dtype: torch.dtype, impl: Impl, options: dict[str, Any]) -> None:
     """Whole or cut, and beside empty rows."""

@@ -294,7 +294,7 @@ def summed_by_process(memory: PeerMemory, parts: list[torch.Tensor], found: list
 def test_processes_sum() -> None:
     """At speeds of their own: each waits for the others in the interpreter, with the kernel's own signals."""
     require_interpreter()
-    size, shapes = 3, [(40, 64), (3, 2048), (9, 1000), (2, 30), (150, 64), (2, 5000)] * 3
+    size, shapes = 3, [(40, 64), (3, 2048), (9, 1000), (2, 30), (150, 64), (2, 5000)] * 2
     generator = torch.Generator().manual_seed(0)
     parts = [[torch.randn(shape, generator=generator).half() for shape in shapes] for _ in range(size)]
     memory = memory_of(size, 2**15, torch.device("cpu"))

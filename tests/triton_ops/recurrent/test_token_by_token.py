@@ -166,6 +166,7 @@ def test_chunks_are_found(
     assert differing(*recurrence(name, impl, torch.float32, kernel_device))
 
 
+@pytest.mark.long_unless(kept=lambda given: given["name"] == "delta")
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_states_rounded_in_the_pool_are_found(
     name: str, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
