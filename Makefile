@@ -18,7 +18,7 @@ help:
 	@echo "make demo       answer examples/questions.jsonl with the built-in model"
 	@echo "make demo-llm   ask SmolLM2, a real model of 135M parameters, about three documents (a minute or more)"
 	@echo "make test       the tests, the demo among them (minutes)"
-	@echo "make test-long  the tests marked long (many minutes)"
+	@echo "make test-long  the tests marked long, and more examples of properties (many minutes)"
 	@echo "make test-eval  the tests of lm-eval, which make test skips until this has installed the harness"
 	@echo "make test-ray   the tests with Ray, which make test skips until this has installed Ray"
 	@echo "make test-clients the tests with other programs as clients (LangChain, agents, ...), which make test skips"
@@ -41,7 +41,7 @@ test: $(VENV)/.installed-vocabularies
 	$(QUIET) $(BIN)/python -m pytest -n $(PROCESSES)
 
 test-long: $(VENV)/.installed-vocabularies
-	$(QUIET) $(BIN)/python -m pytest -n $(PROCESSES) -m long
+	$(QUIET) $(BIN)/python -m pytest -n $(PROCESSES) -m 'long or hypothesis'
 
 test-eval: $(VENV)/.installed-eval
 	$(QUIET) $(BIN)/python -m pytest tests/integrations/test_lm_eval.py tests/server/test_lm_eval_client.py

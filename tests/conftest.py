@@ -12,6 +12,7 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 import gc
 import logging
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -37,8 +38,12 @@ if triton.__version__ and not torch.cuda.is_available():
 gc.disable()  # until all tests are collected: there is hardly any garbage among so many objects
 
 # A deadline fails on a busy machine, not on a slow program. The same examples each time: CI does not flicker.
-settings.register_profile("radixrt", deadline=None, derandomize=True)
-settings.load_profile("radixrt")
+settings.register_profile("radixrt", deadline=None, derandomize=True, max_examples=40)
+settings.register_profile("radixrt-long", settings.get_profile("radixrt"), max_examples=100)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("radixrt-long" if "long" in config.option.markexpr else "radixrt")
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -124,9 +129,34 @@ def _mark_long(items: list[pytest.Item], *, whole_files: bool) -> None:
         kept[name] = kept.get(name, False) or is_kept
         if not is_kept:
             item.add_marker("long")
+    _mark_all_but_few(items)
     lost = [name for name, any_is in kept.items() if not any_is]
     if lost and whole_files:
         raise pytest.UsageError(f"long_unless keeps nothing of {', '.join(lost)}")
+
+
+def _mark_all_but_few(items: list[pytest.Item]) -> None:
+    """Mark as `long` what `each_once` leaves out. What needs a GPU is quick there, and stays."""
+    cases: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if isinstance(item, pytest.Function) and "each_once" in marks and not marks & {"gpu", "long"}:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for of_test in cases.values():
+        values = [{f"{name} {value!r}" for name, value in item.callspec.params.items()} for item in of_test]
+        missing = set.union(*values)
+        kept, shown = set(), Counter[str]()
+        while missing:  # the case with the most values that no other has shown; of several, with the rarest
+            nth = max(
+                range(len(values)),
+                key=lambda nth: (len(values[nth] & missing), -sum(shown[value] for value in values[nth])),
+            )
+            kept.add(nth)
+            missing -= values[nth]
+            shown.update(values[nth])
+        for nth, item in enumerate(of_test):
+            if nth not in kept:
+                item.add_marker("long")
 
 
 def _has_gpu() -> bool:

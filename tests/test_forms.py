@@ -93,6 +93,7 @@ def test_a_form_that_never_ends_is_a_list_of_allowed_tokens(folder: Path, params
     assert {output.finish_reason for output in found} == {FinishReason.LENGTH}
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize(
     "options",
     [
@@ -349,6 +350,9 @@ def one_by_one(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(booking, "MIN_FORCED", 10**9)
 
 
+@pytest.mark.long_unless(
+    kept=lambda given: given["options"] in ({}, {"chunked_prefill_size": 3}, {"max_total_tokens": 48})
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -491,7 +495,7 @@ def check_answers(count: int) -> None:
 
 
 def test_answers_validate() -> None:
-    check_answers(64)
+    check_answers(32)
 
 
 @pytest.mark.long

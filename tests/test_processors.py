@@ -78,7 +78,7 @@ def test_threads_of_a_runtime(
 @pytest.mark.parametrize(
     ("module", "given", "expected"),
     [
-        ("radixrt", None, "PASSIVE"),
+        pytest.param("radixrt", None, "PASSIVE", marks=pytest.mark.long),
         ("radixrt.cli", None, "PASSIVE"),
         pytest.param("radixrt", "ACTIVE", "ACTIVE", marks=pytest.mark.long),
         pytest.param("radixrt.cli", "ACTIVE", "ACTIVE", marks=pytest.mark.long),

@@ -192,7 +192,7 @@ FAMILIES: dict[str, Any] = {
 @pytest.mark.long_unless(
     kept=lambda given: (
         given["family"]
-        in ("qwen2, dynamic rope", "smollm3", "gemma2", "gemma3", "qwen3-moe", "gpt-oss", "glm4-moe", "ministral3")
+        in ("smollm3", "gemma3", "gpt-oss", "ministral3")
     )
 )
 @pytest.mark.parametrize("family", FAMILIES)
@@ -200,7 +200,7 @@ def test_families_continue_as_transformers(family: str, tmp_path: Path) -> None:
     with torch.device("cpu"):
         model = FAMILIES[family]()
     model.to(torch.get_default_device())
-    prompts, params = shared_prompts(), replace(GREEDY, max_new_tokens=16)
+    prompts, params = shared_prompts(), replace(GREEDY, max_new_tokens=10)
     with small_runtime(write(model, tmp_path), chunked_prefill_size=13) as runtime:
         cold, warm = runtime.generate(prompts, params), runtime.generate(prompts, params)
     for prompt, *outputs in zip(prompts, cold, warm, strict=True):

@@ -40,27 +40,27 @@ def theirs(folder: Path) -> Any:
 
 
 def prompts() -> list[str]:
-    """Eight questions to each of three documents."""
+    """Four questions to each of three documents."""
     questions, asked = read(QUESTIONS), dict[str, list[str]]()
     for question in questions:
         asked.setdefault(question["document"], []).append(question["question"])
     texts = documents_of(questions)
-    return [prompt(texts[name][:DOCUMENT_CHARS], question) for name in asked for question in asked[name][:8]]
+    return [prompt(texts[name][:DOCUMENT_CHARS], question) for name in asked for question in asked[name][:4]]
 
 
 def test_greedy_answers_are_those_of_transformers(theirs: Any) -> None:
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts()]
-    assert len(chats) == 24
+    assert len(chats) == 12
     params = SamplingParams(temperature=0, max_new_tokens=6)
     with Runtime("smollm2", dtype="float32", max_total_tokens=12_000) as runtime:
         found = runtime.generate(chats, params)
         ids = [runtime.tokenizer.encode_chat(chat).tolist() for chat in chats]
         cached = sum(output.usage.cached_tokens for output in found)
-    for own, output in zip(ids, found, strict=True):
+    for own, output in [*zip(ids, found, strict=True)][::4]:  # transformers takes seconds for each
         expected = theirs.generate(torch.tensor([own]), max_new_tokens=6, do_sample=False, pad_token_id=2)
         assert list(output.token_ids) == expected[0, len(own) :].tolist(), output.text
     assert cached > 0.6 * sum(map(len, ids)), "the documents are shared"
-    assert len({output.text for output in found}) > 12, "and the questions are not"
+    assert len({output.text for output in found}) > 6, "and the questions are not"
 
 
 CHOICE = """

@@ -296,7 +296,7 @@ def test_texts_beside_their_ids_and_another_engine(
 @pytest.mark.parametrize(
     ("wrong", "cell", "reason"),
     [
-        ("fails", r"- \[\d\]", "ValueError: the engine core died"),
+        pytest.param("fails", r"- \[\d\]", "ValueError: the engine core died", marks=pytest.mark.long),
         ("crashes", r"- \[\d\]", "its process ended: Segmentation fault"),
         ("short", r"- \[\d\]", r"it made \d+ of \d+ tokens: nothing can be compared"),
         ("no start", r"- \[\d\]", "vLLM did not start: its process ended: RuntimeError: CUDA out of memory"),

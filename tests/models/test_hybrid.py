@@ -52,6 +52,12 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
+# What happens to states does not depend on the rest of a model: one of each kind of them.
+each_kind = pytest.mark.long_unless(
+    kept=lambda given: given["reference"] in ("qwen3.5-moe", "lfm2", "granite4 hybrid, moe")
+)
+
+
 @pytest.fixture(scope="module", params=MODELS)
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     model = MODELS[request.param]()
@@ -99,19 +105,14 @@ def answers(runtime: Runtime, asked: list[list[int]], params: SamplingParams = G
 LENGTHS = 1, 2, 3, 40, 17, 70, 64, 5
 
 
-TOKEN_BY_TOKEN = {"chunked_prefill_size": 1}
-
-
-@pytest.mark.long_unless(
-    kept=lambda given: given["options"] != TOKEN_BY_TOKEN or given["reference"] in ("qwen3.5-moe", "lfm2")
-)
+@pytest.mark.each_once
 @pytest.mark.parametrize(
     "options",
     [
         {},
         {"chunked_prefill_size": 7},
         {"chunked_prefill_size": 65, "max_running_requests": 3},
-        TOKEN_BY_TOKEN,
+        {"chunked_prefill_size": 1},
         {"overlap": False},
         {"enable_prefix_cache": False},
     ],
@@ -126,6 +127,7 @@ def test_greedy_answers_are_those_of_transformers(reference: tuple[Any, Path], o
             assert answers(runtime, asked) == [expected(model, prompt) for prompt in asked]
 
 
+@each_kind
 def test_answers_that_were_retracted(reference: tuple[Any, Path]) -> None:
     model, folder = reference
     asked = prompts(*LENGTHS)
@@ -144,6 +146,7 @@ def test_answers_that_were_retracted(reference: tuple[Any, Path]) -> None:
     assert [told[index] for index in range(len(asked))] == [expected(model, prompt) for prompt in asked]
 
 
+@each_kind
 def test_several_answers_to_a_prompt(reference: tuple[Any, Path]) -> None:
     """Each goes on from the prompt's state."""
     model, folder = reference
@@ -566,6 +569,8 @@ def shared_lens(asked: list[list[int]]) -> int:
     )
 
 
+@each_kind
+@pytest.mark.each_once
 @pytest.mark.parametrize("options", [{}, {"chunked_prefill_size": 24}, {"max_running_requests": 3}], ids=str)
 def test_prefixes_of_a_tree(reference: tuple[Any, Path], options: dict[str, Any]) -> None:
     """Each is computed once, cold: states are kept where prompts part. Then all but the last tokens are there."""
@@ -602,6 +607,8 @@ def test_several_answers_compute_their_prompt_once(folder: Path) -> None:
 # --- states that leave the device ---
 
 
+@each_kind
+@pytest.mark.each_once
 @pytest.mark.parametrize("options", [{}, {"chunked_prefill_size": 24, "max_running_requests": 3}], ids=str)
 def test_a_tree_in_two_tiers(reference: tuple[Any, Path], options: dict[str, Any]) -> None:
     """A pool that holds a sixth of it: what a second round finds has been on the host."""
@@ -616,6 +623,7 @@ def test_a_tree_in_two_tiers(reference: tuple[Any, Path], options: dict[str, Any
         assert runtime.cache_stats().state_loaded >= 5
 
 
+@each_kind
 def test_a_kept_cache(reference: tuple[Any, Path], tmp_path: Path) -> None:
     """A second run begins with the states of the first one."""
     model, folder = reference

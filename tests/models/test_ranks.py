@@ -379,6 +379,7 @@ def test_heads_of_keys_that_four_ranks_hold_twice(form: str | Words, tmp_path: P
     assert_same_logits(tmp_path, 4)
 
 
+@pytest.mark.long_unless(kept=lambda given: given["name"] in list(QUANTISED)[::3])
 @pytest.mark.parametrize("name", QUANTISED)
 def test_parts_that_are_held_as_they_are_stored(name: str, tmp_path: Path) -> None:
     """Codes, scales and zeros of each rank mean what it has where they are dequantised."""

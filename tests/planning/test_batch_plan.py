@@ -33,8 +33,8 @@ from radixrt.workloads import token_statistics
 from radixrt.workloads.bound import DeviceSpeed, ModelShape, list_bound
 from radixrt.workloads.lists import WorkloadPrompt, docqa, fewshot, samples, system_prompt, unshared
 from scripts.bench_batch_plan import CASES, measure_speed, random_tree
-from tests.planning.test_prefix_order import prompt_lists
 from tests.support.plans import planned
+from tests.support.prompt_lists import prompt_lists
 
 BUDGETS = (2048, 8192, 16384)
 
@@ -146,6 +146,7 @@ def test_the_planned_order_hits_what_can_be_hit_at_full_size(name: str, budget: 
     check_planned_hits(FULL[name](), budget)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("running", [8, 64])
 @pytest.mark.parametrize("name", SMALL)
 def test_states_cost_the_planned_order_no_hits(name: str, running: int) -> None:
@@ -165,6 +166,7 @@ def test_file_order_hits_less() -> None:
     assert real_run(plan, limits, planned=False).hit_rate < 0.4 < 0.8 < real_run(plan, limits).hit_rate
 
 
+@pytest.mark.each_once
 @pytest.mark.long_unless(kept=lambda given: given["budget"] in (1, 16, 333, BUDGETS[0]))
 @pytest.mark.parametrize(
     ("name", "budget"),
@@ -187,7 +189,7 @@ def test_followers_wait_under_every_budget(name: str, budget: int) -> None:
         assert least <= run.cached_tokens <= plan.statistics.best_cached_tokens
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(prompts=prompt_lists(), data=st.data())
 def test_the_least_pool_keeps_all_hits(prompts: list[list[int]], data: st.DataObject) -> None:
     prompts = [prompt for prompt in prompts if prompt]
@@ -203,7 +205,7 @@ def test_the_least_pool_keeps_all_hits(prompts: list[list[int]], data: st.DataOb
     assert modelled_run(plan, limits).cached_tokens == run.cached_tokens
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(prompts=prompt_lists(), data=st.data())
 def test_the_planned_order_is_the_best_of_all(prompts: list[list[int]], data: st.DataObject) -> None:
     """With several answers and scored prompts; and the best is what an order of all prompts brings."""
@@ -278,7 +280,7 @@ def test_a_chain_is_modelled_in_linear_time() -> None:
     assert steps[1] < 10 * steps[0] + 0.1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(prompts=prompt_lists(), cached=prompt_lists(), data=st.data())
 def test_what_the_cache_has_at_first_is_found(
     prompts: list[list[int]], cached: list[list[int]], data: st.DataObject
@@ -373,6 +375,7 @@ def test_what_others_that_wait_need_stays(monkeypatch: pytest.MonkeyPatch) -> No
 # -- predictions -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_once
 @pytest.mark.long_unless(kept=lambda given: given["name"] != "docqa" and given["part"] in (16, 4))
 @pytest.mark.parametrize("part", [16, 8, 4, 2])
 @pytest.mark.parametrize("planned", [True, False])
@@ -457,6 +460,7 @@ MEASURED = {
 }
 
 
+@pytest.mark.long_unless(kept=lambda given: given["name"] in ("fewshot", "docqa"))
 @pytest.mark.parametrize("name", FULL)
 def test_time_is_where_the_engine_was(name: str) -> None:
     prompts = FULL[name]()
@@ -517,6 +521,7 @@ def test_long_answers_first_leave_no_tail() -> None:
 # -- speed and memory --------------------------------------------------------------------------------------
 
 
+@pytest.mark.long_unless(kept=lambda given: given["case"] in ("groups of 100", "one long prefix"))
 @pytest.mark.parametrize("case", CASES)
 def test_planning_is_quick(case: str) -> None:
     speed = measure_speed(case, 2_000 if case != "one long prefix" else 400)

@@ -16,8 +16,8 @@ from radixrt.planning.rehearsal import rehearse
 from radixrt.planning.shards import PARTS_OF_A_RANGE, TOLERANCE, Pieces, pieces_of, shards
 from radixrt.workloads.bound import DeviceSpeed, ModelShape
 from tests.planning.test_batch_plan import SMALL
-from tests.planning.test_prefix_order import prompt_lists
 from tests.support.plans import planned
+from tests.support.prompt_lists import prompt_lists
 
 SHAPE = ModelShape(4, 256, 1024, 8, 2, 32, 1000)
 SPEED = DeviceSpeed(bandwidth=1e12, flops=1e14)

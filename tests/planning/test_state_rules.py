@@ -163,11 +163,13 @@ SMALL: dict[str, Callable[[], list[WorkloadPrompt]]] = {
     "odd depths": lambda: random_tree(11, (2, 3, 4, 4), ((37, 37), (64, 64), (232, 232), (5, 60)), (1, 20)),
     "random depths": lambda: random_tree(12, (2, 3, 4, 4), ((11, 151),) * 3 + ((5, 60),), (1, 20)),
 }
+FEW = ("fewshot", "samples", "rollouts", "odd depths", "random depths")
 RULES = {"branches": Branches(), "ends": RequestEnds(), "every 64": EveryBlock(64)} | {
     f"blocks of {rule.block}, {rule.unit}": rule for rule in (Blocks(64), Blocks(64, 16), Blocks(128, 64))
 }
 
 
+@pytest.mark.long_unless(kept=lambda given: given["name"] in FEW)
 @pytest.mark.parametrize("name", SMALL)
 def test_hits_are_the_best_possible(name: str) -> None:
     """In the planned order with any pool that holds what runs, and nearly so without one; never below others."""

@@ -307,7 +307,7 @@ def run_machine(examples: int, steps: int) -> None:
 
 
 def test_state_machine_short() -> None:
-    run_machine(examples=15, steps=30)
+    run_machine(examples=8, steps=30)
 
 
 @pytest.mark.long
@@ -347,7 +347,7 @@ def test_random_walk_among_followers(seed: int) -> None:
     assert world.events["loan"] >= 5
 
 
-@pytest.mark.long_unless(kept=lambda given: (given["seed"] + given["host_slots"] // 24) % 4 == 1)
+@pytest.mark.long_unless(kept=lambda given: (given["seed"] + given["host_slots"] // 24) % 8 == 5)
 @pytest.mark.parametrize("host_slots", [0, 24, 120])
 @pytest.mark.parametrize("seed", range(12))
 def test_random_walk(seed: int, host_slots: int) -> None:
@@ -372,7 +372,7 @@ def test_random_walk_with_forms(seed: int) -> None:
     assert len(complete) >= 5
 
 
-@pytest.mark.long_unless(kept=lambda given: (given["seed"], given["host_slots"]) in ((1, 0), (2, 64), (6, 64)))
+@pytest.mark.long_unless(kept=lambda given: (given["seed"], given["host_slots"]) in ((1, 0), (2, 64), (3, 9)))
 @pytest.mark.parametrize("host_slots", [0, 9, 64])
 @pytest.mark.parametrize("seed", range(12))
 def test_random_walk_with_states(seed: int, host_slots: int) -> None:

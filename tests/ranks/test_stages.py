@@ -74,7 +74,11 @@ def assert_scores(found: Any, expected: Any) -> None:
 
 
 # Of four layers: of three stages, one has two of them.
-SHAPES = [(2, 1, True), (3, 1, False), (3, 1, True), (2, 2, False), (2, 2, True)]
+SHAPES = [
+    (3, 1, False),
+    (2, 2, True),
+    *(pytest.param(shape, marks=pytest.mark.long) for shape in ((2, 1, True), (3, 1, True), (2, 2, False))),
+]
 
 
 @pytest.fixture(scope="module", params=SHAPES, ids=str)
@@ -150,6 +154,7 @@ ODD = {
 }
 
 
+@pytest.mark.long_unless(kept=lambda given: given["name"] in ("llama", "gemma2 without overlap"))
 @pytest.mark.parametrize("name", ODD)
 def test_an_odd_number_of_layers(name: str, tmp_path: Path) -> None:
     """Of random models, before and after other weights are read, from a folder or from memory."""

@@ -30,10 +30,10 @@ from radixrt.report.figures import PlannedRun, hint_texts, seconds
 from radixrt.report.outline import FEW_TOKENS, MIN_SHARE, Prefix, outline
 from radixrt.report.plan_view import plan_page, print_plan
 from radixrt.workloads.bound import DeviceSpeed, ModelShape
-from tests.planning.test_prefix_order import prompt_lists
 from tests.support.file_limit import file_limit
 from tests.support.int4_checkpoints import awq_config
 from tests.support.plans import planned
+from tests.support.prompt_lists import prompt_lists
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "questions.jsonl"
 SHAPE = ModelShape(32, 4096, 14336, 32, 8, 128, 128256)

@@ -346,7 +346,7 @@ def test_lines_make_way_where_memory_is_short(serving: Serving, tmp_path: Path) 
         client = client_of(kept.serve())
         given = [
             line(str(n), prompt=f"{n + 100} " * 50 + QUESTIONS[n % 3], max_tokens=100, ignore_eos=True)
-            for n in range(40)
+            for n in range(20)
         ]
         batch = create(client, given)
         until(
@@ -360,7 +360,7 @@ def test_lines_make_way_where_memory_is_short(serving: Serving, tmp_path: Path) 
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 8
         batch = ended(client, batch)
-        assert (batch.status, counts(batch)) == ("completed", (40, 40, 0))
+        assert (batch.status, counts(batch)) == ("completed", (20, 20, 0))
         found = records(client, batch.output_file_id)
         texts = {one["custom_id"]: one["response"]["body"]["choices"][0]["text"] for one in found}
         for one in given[::10]:

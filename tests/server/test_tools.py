@@ -72,8 +72,8 @@ def joined(chunks: Any) -> list[dict[str, Any]]:
     [
         (f"Well.\n{HERMES}\n{HERMES}", None, None, "Well.\n", 2),
         (f"<think>\na\n</think>\n\n{HERMES}", Parsers("hermes", "think"), "a", None, 1),
-        (LLAMA, Parsers("llama3_json"), None, None, 1),
-        (CODER, Parsers("qwen3_coder"), None, None, 1),
+        pytest.param(LLAMA, Parsers("llama3_json"), None, None, 1, marks=pytest.mark.long),
+        pytest.param(CODER, Parsers("qwen3_coder"), None, None, 1, marks=pytest.mark.long),
         (HARMONY, HARMONY_PARSERS, "Need Oslo.", None, 1),
         ("Hello <tool_call>", None, None, "Hello <tool_call>", 0),
         (HERMES, Parsers(), None, HERMES, 0),
@@ -392,7 +392,7 @@ def test_calls_beside_a_form(parsers: Parsers, serving: Serving, runtime: Runtim
     client = client_of(serving(Server(runtime, "built-in", parsers=parsers)))
     odd = {"type": "function", "function": {"name": "odd", "parameters": {"type": "object", "not": {}}}}
     asked: dict[str, Any] = {**ASK, "max_tokens": 120, "response_format": RESPONSE_FORMAT, "tools": [*TOOLS, odd]}
-    seen = client.chat.completions.create(**asked | {"n": 24, "temperature": 2.0, "seed": 3})
+    seen = client.chat.completions.create(**asked | {"n": 12, "temperature": 2.0, "seed": 3})
     ended = [choice for choice in seen.choices if choice.finish_reason != "length"]
     calls, contents = calls_and_contents(ended)
     assert contents

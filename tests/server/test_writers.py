@@ -82,7 +82,7 @@ def told(url: str, body: dict[str, Any], path: str = "completions") -> tuple[lis
     [
         ({**STREAM, "prompt": QUESTIONS[0], "ignore_eos": True, "max_tokens": 60}, "completions", True),
         ({**SAMPLED, "prompt": QUESTIONS, "n": 3, "stream_options": {"include_usage": True}}, "completions", True),
-        ({**SAMPLED, "prompt": QUESTIONS[1], "ignore_eos": True, "max_tokens": 200}, "completions", True),
+        ({**SAMPLED, "prompt": QUESTIONS[1], "ignore_eos": True, "max_tokens": 80}, "completions", True),
         ({**SAMPLED, "prompt": QUESTIONS[1], "skip_special_tokens": False}, "completions", True),
         (
             {**SAMPLED, "prompt": "A", "allowed_token_ids": [300, 310, 320, 198, 172], "ignore_eos": True},
@@ -126,7 +126,7 @@ def test_events_are_the_same(
 def test_many_on_kept_connections(serving: Serving, runtime: Runtime, writers: StreamWriters) -> None:
     """Each gets its own, one after the other on a connection, and several connections at once."""
     lent, own = serving(Server(runtime, "built-in", writers=writers)), serving()
-    bodies = [{**SAMPLED, "seed": seed, "prompt": QUESTIONS[seed % 3], "ignore_eos": True} for seed in range(40)]
+    bodies = [{**SAMPLED, "seed": seed, "prompt": QUESTIONS[seed % 3], "ignore_eos": True} for seed in range(20)]
     before = num_lent(writers)
 
     def run(url: str) -> list[str]:
@@ -137,7 +137,7 @@ def test_many_on_kept_connections(serving: Serving, runtime: Runtime, writers: S
             return list(threads.map(lambda body: _text(client.post(f"{url}/v1/completions", json=body)), bodies))
 
     assert run(lent) == run(own)
-    assert num_lent(writers) - before > 10  # on a busy machine some have ended before they can be lent
+    assert num_lent(writers) - before > 5  # on a busy machine some have ended before they can be lent
 
 
 def _text(response: httpx.Response) -> str:
@@ -182,7 +182,7 @@ def reading_slowly(url: str, body: dict[str, Any]) -> socket.socket:
 def test_a_client_that_is_slow_loses_nothing(serving: Serving, runtime: Runtime, writers: StreamWriters) -> None:
     """What it has no room for is joined to fewer events, in the right order, the end last."""
     url = serving(Server(runtime, "built-in", writers=writers), send_buffer=2048)
-    body = {**SAMPLED, "prompt": QUESTIONS[:2], "ignore_eos": True, "max_tokens": 500}
+    body = {**SAMPLED, "prompt": QUESTIONS[:2], "ignore_eos": True, "max_tokens": 250}
     with reading_slowly(url, body) as connection:
         until(lambda: not runtime.has_work)
         received = b""
@@ -199,7 +199,7 @@ def test_a_client_that_is_slow_loses_nothing(serving: Serving, runtime: Runtime,
     for event in events:
         for choice in json.loads(event.removeprefix("data: "))["choices"]:
             texts[choice["index"]] += choice["text"]
-    assert len(events) < 940
+    assert len(events) < 470
     assert texts == told(serving(), body)[0]
 
 
@@ -241,7 +241,7 @@ def test_a_process_that_stops_holds_nothing_up(serving: Serving, runtime: Runtim
     """Tokens wait in the server until it goes on."""
     with StreamWriters(runtime.tokenizer, 1, late_seconds=30) as one, ThreadPoolExecutor(1) as threads:
         url, own = serving(Server(runtime, "built-in", writers=one)), serving()
-        body = {**SAMPLED, "prompt": QUESTIONS[0], "ignore_eos": True, "max_tokens": 200, "n": 8}
+        body = {**SAMPLED, "prompt": QUESTIONS[0], "ignore_eos": True, "max_tokens": 100, "n": 4}
         os.kill(one.processes[0]._process.pid, signal.SIGSTOP)
         found = threads.submit(told, url, body)
         until(lambda: num_lent(one) == 1)
@@ -261,7 +261,7 @@ def test_a_process_that_dies_while_it_is_behind(
         process._records.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
         url = serving(Server(runtime, "built-in", writers=one))
         os.kill(process._process.pid, signal.SIGSTOP)
-        body = {**SAMPLED, "prompt": QUESTIONS[0], "ignore_eos": True, "max_tokens": 400, "n": 8}
+        body = {**SAMPLED, "prompt": QUESTIONS[0], "ignore_eos": True, "max_tokens": 200, "n": 4}
         found = threads.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=20)
         until(lambda: num_lent(one) == 1)
         until(lambda: not runtime.has_work)

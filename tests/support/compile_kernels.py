@@ -242,17 +242,30 @@ def _compile_nth(index: int) -> Compiled:
 
 
 def fewest(variants: Iterable[Variant]) -> Iterator[Variant]:
-    """Those of the few cases that `make test` compiles: for Hopper all; for other architectures, which have
-    configurations in common, each kernel once, and for the one with the least shared memory attention in full.
+    """Those of the few cases that `make test` compiles: for Hopper all of one case an operation, with wgmma and
+    without, with e4m3 and without, and of one case each kernel; for other architectures, which have configurations
+    in common, each kernel once, and for the one with the least shared memory attention in full.
     """
+    for_hopper: dict[object, KernelCase] = {}
     seen = set()
+    hopper = []
     for variant in variants:
-        case = variant.cases[0]
-        kind = variant.arch, variant.source.fn.__name__, case.min_capability  # with e4m3 and without
+        case, kernel = variant.cases[0], variant.source.fn.__name__
+        kind = variant.arch, kernel, case.min_capability  # with e4m3 and without
         in_full = variant.arch == 89 and case.op in (decode_attention, extend_attention)
-        if variant.arch == 90 or in_full or kind not in seen:
+        if variant.arch == 90:
+            hopper.append(variant)
+            for_hopper.setdefault(kernel, case)
+            for own in variant.cases:
+                for_hopper.setdefault((own.op, own.min_capability, own.wgmma), own)
+        elif in_full or kind not in seen:
             yield variant
         seen.add(kind)
+    chosen = [*for_hopper.values()]
+    for variant in hopper:
+        variant.cases = [case for case in variant.cases if case in chosen]
+        if variant.cases:
+            yield variant
 
 
 def compile_all(cases: list[KernelCase], archs: Iterable[int], *, few: bool = False) -> Iterator[Compiled]:

@@ -166,6 +166,7 @@ def logits_cases(random: Random) -> Iterator[Case]:
         yield f"penalties {vocab_size}", penalised, (logits, random.ints(vocab_size, num_rows, 8), shares[0])
 
 
+@pytest.mark.each_once
 @pytest.mark.long_unless(kept=lambda case: case["num_threads"] == (1 if case["dtype"] == torch.float16 else 2))
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)

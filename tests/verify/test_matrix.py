@@ -168,7 +168,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
 def test_the_first_layer_that_differs_is_named(
     config: RuntimeConfig, fault: str, pools: list[weakref.ref[Any]]
 ) -> None:
-    found = verify(prompts(), PARAMS, config=config, seeds=[0], only=["repeated", "together", "chunks-64"])
+    found = verify(prompts(2), PARAMS, config=config, seeds=[0], only=["repeated", "together", "chunks-64"])
     repeated, together, chunks = found.outcomes
     assert repeated.same_bits
     assert not found.same_bits

@@ -47,6 +47,7 @@ def test_activations(name: str, shape: tuple[int, ...], dtype: torch.dtype, kern
     assert torch.equal(x, before)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("name", UNBOUNDED)
 def test_activations_read_strided_rows(name: str, kernel_device: torch.device) -> None:
     packed = random(5, 6, 32, dtype=torch.float32, device=kernel_device)

@@ -36,7 +36,9 @@ pytestmark = pytest.mark.usefixtures("impl", "pool")
 
 
 @interpreted_only(
-    lambda given: (given["head_dim"], given["group"]) in (FEW_SHAPES if given["pool"] == "plain" else ((80, 7),))
+    lambda given: (
+        (given["head_dim"], given["group"]) in (FEW_SHAPES[2:] if given["pool"] == "plain" else ((80, 7),))
+    )
 )
 @pytest.mark.parametrize(("head_dim", "group"), SHAPES)
 def test_extend_matches_dense_attention(head_dim: int, group: int) -> None:
@@ -87,7 +89,7 @@ def test_extend_requests_do_not_disturb_one_another() -> None:
     assert torch.equal(out[[0, 2]], clean[[0, 2]])
 
 
-@interpreted_only(lambda given: given["name"] in (FEW_TREES if given["pool"] == "plain" else FEW_TREES[:1]))
+@interpreted_only(lambda given: given["name"] in (FEW_TREES[1:] if given["pool"] == "plain" else FEW_TREES[:1]))
 @pytest.mark.parametrize("name", TREES)
 def test_extend_of_trees(name: str) -> None:
     """Leaves in no order; prefixes that end at their borders, and extends of one token."""
@@ -96,7 +98,7 @@ def test_extend_of_trees(name: str) -> None:
     check_shared_extend(share(edges, leaves), edges, leaves, 2, seed=0)
 
 
-@interpreted_only(lambda given: given["seed"] in (range(5) if given["pool"] == "plain" else (9, 10)))
+@interpreted_only(lambda given: given["seed"] in ((1, 3) if given["pool"] == "plain" else (10,)))
 @pytest.mark.parametrize("seed", range(12))
 def test_extend_of_random_trees(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -113,7 +115,7 @@ def test_extend_of_random_trees(seed: int) -> None:
 @interpreted_only(
     lambda given: (
         (given["head_dim"], given["group"])
-        in (((16, 1), (80, 7), (128, 4), (16, 40)) if given["pool"] == "plain" else ((80, 7),))
+        in (((80, 7), (128, 4)) if given["pool"] == "plain" else ((80, 7),))
     )
 )
 @pytest.mark.parametrize(("head_dim", "group"), [*SHAPES, (16, 40), (80, 24)])
@@ -148,7 +150,7 @@ def test_extend_with_options_in_half_precision(name: str, dtype: torch.dtype) ->
 
 
 @interpreted_only(
-    lambda given: given["name"] in (("everything", "softcap 0.5") if given["pool"] == "plain" else ("everything",))
+    lambda given: given["name"] == "everything"
 )
 @pytest.mark.parametrize("name", OPTIONS)
 def test_extend_of_a_few_tokens_on_a_long_prefix(name: str) -> None:

@@ -86,15 +86,14 @@ FAULTS_OF_BASES = {
 }
 # The others are long tests.
 FEW = (
-    "the base is not an integer",
     "superblocks begin where the item does",
-    "sums of weights in the order of the layout",
     "levels run side by side",
     "too great weights stay",
     "what is computed again begins anew",
 )
 
 
+@pytest.mark.long
 def test_no_fault_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But the order in which tiles find the maximum, which must not matter."""
     require_interpreter()

@@ -106,6 +106,7 @@ def is_one_of_three(given: dict[str, Any]) -> bool:
     return given["kernel_device"] != "interpreter" or number % 3 == 0
 
 
+@pytest.mark.each_once
 @pytest.mark.long_unless(kept=is_one_of_three)
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -120,6 +121,7 @@ def test_heads(
         check_heads(lambda: Heads(9, 6, 2, head_dim, **options), **steps)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize("norm", ["", "rms", "wide", "1 + w"])
 @pytest.mark.parametrize("heads", [(1, 1), (7, 1), (3, 3), (20, 5)])
@@ -132,6 +134,7 @@ def test_groups_of_heads_with_and_without_positions(
         check_heads(lambda num_tokens=num_tokens: Heads(num_tokens, *heads, 24, **options), **steps)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize("norm", ["rms", "1 + w"])
 def test_a_norm_after_the_rotation(norm: str, dtype: torch.dtype, kernel_device: torch.device) -> None:
@@ -229,6 +232,7 @@ def test_a_pool_of_e4m3_holds_what_new_tokens_attend_to(
         assert torch.equal(bits(getattr(ours, name)[1:]), bits(getattr(theirs, name)[1:])), name
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize(("rotary_dim", "interleaved"), [(0, False), (80, False), (40, False), (80, True)])
 @pytest.mark.parametrize("norm", ["", "rms", "1 + w"])

@@ -50,6 +50,7 @@ def given(
     return (x, *topk_softmax(scores, top_k, renormalize=True), gate_up, down), options
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("sizes", CASES)

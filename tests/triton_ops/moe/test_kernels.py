@@ -27,6 +27,7 @@ DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytes
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize(
@@ -51,6 +52,7 @@ def test_topk_softmax(
     torch.testing.assert_close(weights, expected, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize(
@@ -150,6 +152,7 @@ def test_expert_tiles(
         assert (chosen[expected_order[tile.start : tile.stop]] == expert).all()
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "top_k", "hidden", "inner"),
@@ -182,6 +185,7 @@ def test_moe(
     torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_tokens", "hidden", "inner"), [(9, 48, 24), (40, 20, 12), (100, 200, 144)])
 def test_biases_and_another_activation(
@@ -213,6 +217,7 @@ def test_experts_without_gates(num_tokens: int, dtype: torch.dtype, kernel_devic
         moe(*given, impl="triton")
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", [silu_and_mul, clamped_swiglu])
 def test_the_bits_of_an_activation_by_itself(
@@ -296,6 +301,7 @@ def test_experts_of_other_shapes_are_refused(kernel_device: torch.device) -> Non
         moe(x, weights, experts, gate_up, down, down_bias=make(16), impl="triton")
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_tiles_change_no_bit(dtype: torch.dtype) -> None:
     """As tensor cores add, whether an expert has few tokens or many: tiles have 16 to 64 rows here."""

@@ -79,6 +79,7 @@ def test_codes_and_halves_of_a_byte(device: torch.device) -> None:
     assert torch.equal(Mxfp4(blocks, scales).dequantised(torch.float32)[0, :6], expected)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "top_k", "hidden", "inner"),

@@ -83,6 +83,7 @@ def test_norms_before_an_addition(
     )
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize("shape", [(3, 4096), (5, 896), (1, 100), (0, 64), (2, 3, 128), (1, 16), (2, 5376)])
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 8])

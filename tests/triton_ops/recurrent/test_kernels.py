@@ -36,6 +36,7 @@ def check_delta(inputs: DeltaInputs, rows: StateRows, tolerance: float, state_to
     return out
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize(
     ("heads", "dims"), [((2, 4), (128, 128)), ((1, 3), (64, 64)), ((2, 2), (16, 16)), ((1, 2), (40, 72))]
@@ -51,6 +52,7 @@ def test_steps(
     check_delta(rounded, rows, DELTA_STEP[dtype], 6e-4)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize(
     ("lens", "heads", "dims"),
@@ -126,6 +128,7 @@ def test_states_are_left_where_they_were_read(dtype: torch.dtype, kernel_device:
     check_conv(*(t.to(kernel_device, dtype) for t in (x, weight)), None, states.to(kernel_device, dtype), rows)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize("cut", [1, 37, 64, 99])
 def test_a_row_cut_in_two_goes_on(cut: int, dtype: torch.dtype, kernel_device: torch.device) -> None:
@@ -220,6 +223,7 @@ def check_conv(
     assert torch.equal(states[1:].double(), left[1:])
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize(("width", "has_bias"), [(4, False), (4, True), (2, False), (3, True), (7, False)])
 @pytest.mark.parametrize("lens", [(1, 0, 1), (40, 2, 1, 0, 3), (16, 17, 15), (0,), ()])
@@ -235,6 +239,7 @@ def test_causal_conv(
     check_conv(x, weight, bias, states, rows)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize(("width", "has_bias"), [(3, False), (4, True), (2, False)])
 @pytest.mark.parametrize("lens", [(1, 0, 1), (40, 2, 1, 0, 3), (16, 17, 15), (0,)])

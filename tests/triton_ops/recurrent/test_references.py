@@ -269,6 +269,7 @@ def norm_bits(dtype: torch.dtype, *, gate_first: bool = False) -> tuple[Callable
     return norm, (make(ROWS, 3, 24, seed=1), make(ROWS, 3, 24, seed=2))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", [delta_bits, conv_bits, norm_bits, partial(norm_bits, gate_first=True)])
 def test_bits_of_a_row(

@@ -117,6 +117,7 @@ def test_a_step_of_the_reference() -> None:
 # --- the kernels ---
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize(
     ("heads", "dims"), [((1, 4), (128, 64)), ((2, 2), (16, 16)), ((2, 4), (40, 72)), ((1, 1), (256, 32))]
@@ -131,6 +132,7 @@ def test_steps(
     check(replace(inputs, states=inputs.states.half()), rows, STEP[dtype], 6e-4)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize(
     ("lens", "heads", "dims"),
@@ -168,6 +170,7 @@ def test_more_extends_than_are_looked_up_at_a_time(impl: Impl, kernel_device: to
     check(StateSpaceInputs.random(sum(lens), (1, 1), device=kernel_device), rows, 5e-6, 5e-6, impl)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize(
@@ -198,6 +201,7 @@ def test_rows(
     check(inputs, StateRows(*ints, num_extends=num_extends), CHUNKS[dtype], CHUNKS[dtype], impl)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize("cut", [1, 37, 64, 99])
@@ -231,6 +235,7 @@ def test_bits_of_rows_that_run_together(dtype: torch.dtype, impl: Impl, kernel_d
     assert torch.equal(together.states[1:], alone.states[1:])
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize("lens", [[80], [79, 1], [1] * 3], ids=str)
 def test_extreme_steps(lens: Sequence[int], dtype: torch.dtype, kernel_device: torch.device) -> None:

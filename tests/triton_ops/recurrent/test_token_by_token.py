@@ -95,6 +95,7 @@ def recurrence(
     return op, inputs.states
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -105,12 +106,14 @@ def test_torch(name: str, dtype: torch.dtype, num_threads: int) -> None:
             assert not differing(*recurrence(name, "torch", dtype, torch.device("cpu"), dims))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_kernels(name: str, dtype: torch.dtype, kernel_device: torch.device) -> None:
     assert not differing(*recurrence(name, "triton", dtype, kernel_device))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_convolutions(impl: Impl, gated: bool, kernel_device: torch.device) -> None:
@@ -147,6 +150,7 @@ def test_it_is_the_rule(name: str, impl: Impl, kernel_device: torch.device) -> N
     assert torch.equal(actual.states[others], inputs.states[others])
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_chunks_are_found(
@@ -162,6 +166,7 @@ def test_chunks_are_found(
     assert differing(*recurrence(name, impl, torch.float32, kernel_device))
 
 
+@pytest.mark.long_unless(kept=lambda given: given["name"] == "delta")
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_states_rounded_in_the_pool_are_found(
     name: str, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch

@@ -100,6 +100,7 @@ def both(logits: Tensor, device: torch.device, **parameters: Any) -> list[Tensor
     return [filtered_logits(logits.to(device), **given, impl=impl) for impl in impls]
 
 
+@pytest.mark.each_once
 @pytest.mark.long_unless(
     kept=lambda given: (
         given["vocab_size"] == 100
@@ -164,6 +165,7 @@ def test_what_is_drawn_is_never_left_out(parameters: dict[str, Any]) -> None:
     assert draw(logits, **parameters).unique().numel() > 5
 
 
+@pytest.mark.each_once
 @pytest.mark.long_unless(kept=lambda given: given["dtype"] != torch.float32 or "top_k" in given["parameters"])
 @pytest.mark.parametrize("parameters", DRAWN, ids=str)
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
