@@ -228,11 +228,11 @@ class _Checks:
         """The tokens of a sound record, and what holds for it. Raises PromptError or ParameterError."""
         params = record.sampling_params
         model = self._known.get(params)
-        # Without maximum, log-probabilities or cuts of the prompt, nothing depends on its length.
         if model is not None and ids is not None and self._covers(model, ids):
             return ids, model
         checked = self._check(record.prompt if ids is None else ids, params, line)
         own = checked.prompt_ids
+        # Otherwise it depends on the length of a prompt what its answer may be, or whether it is cut.
         depends = params.prompt_logprobs is not None or params.truncate_prompt_tokens is not None
         if not depends and checked.max_new_tokens == params.max_new_tokens:
             if model is None or len(own) > len(model.prompt_ids):
@@ -241,7 +241,6 @@ class _Checks:
                 self._known[params] = checked
             self._greatest = max(self._greatest, int(own.max()))
         return own, checked
-
 
     def _covers(self, model: Checked, ids: Int32Array) -> bool:
         return 0 < len(ids) <= len(model.prompt_ids) and int(ids.max()) <= self._greatest
