@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import marshal
 import secrets
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 _MAX_REMEMBERED = 64  # parameters
 _MAX_PRIORITY = 2**31 - 1
 _EMPTY = "is empty: it has no tokens"
+_MARSHALLED = 5  # bytes of an int of 32 bits, as many as before the first
 _SCORED_AT_ONCE = 1024  # prompts, whose texts with each continuation are held together
 
 _Sequence = tuple[NDArray[np.int32], int]  # token ids, and the place from which they are scored
@@ -457,12 +458,13 @@ class RequestBuilder:
         """A prompt's token ids, or what is to be encoded. Raises PromptError."""
         ids: NDArray[Any]
         prompt = unwrapped(prompt)
+        if (known := _int32(prompt)) is not None:
+            return self.check_ids(known)
         if is_token_ids(prompt):
-            try:
-                ids = prompt if isinstance(prompt, np.ndarray) else _int32(prompt)
-            except OverflowError:  # the first that is outside is named below, whatever its size
-                ids = np.array([int(i) for i in prompt], dtype=np.object_)
-            return self.check_ids(ids.copy())
+            # The first that is outside is named below, whatever its size.
+            is_array = isinstance(prompt, np.ndarray)
+            ids = np.array(prompt) if is_array else np.array([int(i) for i in prompt], dtype=np.object_)
+            return self.check_ids(ids)
         if isinstance(prompt, str) or is_chat(prompt):
             if self.tokenizer is None:
                 raise PromptError("is text, but the model's folder has no tokenizer: give token ids")
@@ -551,12 +553,25 @@ def _namespace(weights_version: int, tenant: str | None) -> Namespace:
     return Namespace(weights_version, tenant=tenant)
 
 
-def _int32(ids: Sequence[int]) -> NDArray[np.int32]:
-    """Token ids as an array `[n]`, in a third of the time that numpy takes. Raises OverflowError."""
+def _int32(prompt: object) -> NDArray[np.int32] | None:
+    """A list or tuple of ints of 32 bits as an array `[n]`; None for all else.
+
+    `marshal` writes such an int in five bytes, of which the first is an "i", and a bool otherwise: to look at that
+    is less than half of the work of asking each for its type and then converting it.
+    """
+    if not isinstance(prompt, (list, tuple)) or not prompt or type(prompt[0]) is not int:
+        return None
     try:
-        return np.frombuffer(struct.pack(f"{len(ids)}i", *ids), np.int32)
-    except struct.error as error:
-        raise OverflowError("an id has more than 31 bits") from error
+        written = marshal.dumps(prompt, 2)
+    except ValueError:  # there is something else in it
+        return None
+    length = _MARSHALLED * len(prompt)
+    if len(written) < length:
+        return None
+    items = np.frombuffer(written, np.uint8, offset=len(written) - length).reshape(-1, _MARSHALLED)
+    if len(written) - length != _MARSHALLED or (items[:, 0] != ord("i")).any():
+        return None
+    return np.ascontiguousarray(items[:, 1:]).view("<i4").ravel().astype(np.int32, copy=False)
 
 
 def _parts_of(prompt: Prompt, own: Choices) -> tuple[list[Prompt], list[bool]]:
