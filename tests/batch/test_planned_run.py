@@ -119,7 +119,10 @@ def test_a_prompt_that_the_pool_does_not_hold(files: tuple[Path, Path]) -> None:
     assert report.predicted_hit_rate is None
 
 
-@pytest.fixture(scope="module", params=[*(pytest.param(chunk, marks=pytest.mark.long) for chunk in CHUNKS[:-1]), CHUNKS[-1]])
+LATER = [pytest.param(chunk, marks=pytest.mark.long) for chunk in CHUNKS[:-1]]
+
+
+@pytest.fixture(scope="module", params=[*LATER, CHUNKS[-1]])
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One file in both orders by a Runtime whose pool holds twice the longest request, and the plan."""
     prompts = a_tree(seed=1)
