@@ -719,6 +719,7 @@ HELD = tuple(f"{letter}\x01" for letter in "abcdefghijklmnopqrstuvwxyz0123456789
     ("interval", "is_late", "options"),
     [
         (1, False, {}),
+        pytest.param(1, False, {"stop": ("9", "4"), "ignore_eos": True}, marks=pytest.mark.long),
         (4, True, {"stop": ("9", "4"), "ignore_eos": True}),  # lengths 24, 24, 24, 13, 22
         (3, False, {"stop": HELD, "stop_token_ids": (1148,), "ignore_eos": True, "seed": 0}),  # 4, 4, 24, 24, 24
     ],

@@ -72,7 +72,7 @@ def own_shape(tree: RadixTree, tenant: str | None = None) -> Shape:
 @pytest.mark.usefixtures("fresh")
 def test_the_state_is_the_tree(serving: Serving, runtime: Runtime) -> None:
     """While requests run, and after; nothing of their texts or tokens is in it."""
-    url, seen, long = serving(), [], {**LONG, "max_tokens": 300}
+    url, seen, long = serving(), [], {**LONG, "max_tokens": 150}
     with ThreadPoolExecutor() as threads:
         running = [
             threads.submit(httpx.post, f"{url}/v1/completions", json={**long, "prompt": prompt}, timeout=60)

@@ -259,6 +259,7 @@ def on(case: Case, device: torch.device) -> Case:
     return replace(case, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize(
     "seq_lens",
@@ -575,6 +576,7 @@ def test_long_prefixes_are_cut_or_left_to_other_plans() -> None:
 
 
 # Heads of 128 have a kernel of their own on Hopper.
+@pytest.mark.each_once
 @pytest.mark.parametrize("head_dim", [16, pytest.param(128, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("cut", [True, False])
 @pytest.mark.parametrize("window", [None, 50])

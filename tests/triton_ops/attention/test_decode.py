@@ -189,6 +189,7 @@ def test_decode_of_trees_with_padded_rows_and_empty_items() -> None:
     assert (out[[0, 2]] == 0).all()
 
 
+@pytest.mark.long_unless(kept=lambda given: given["impl"] == "triton" or given["pool"] == "plain")
 def test_decode_of_a_thousand_rows_that_share_an_item(device: torch.device) -> None:
     if RUNS["impl"] == "triton" and device.type == "cpu":
         pytest.skip("takes the interpreter minutes")
