@@ -310,6 +310,32 @@ def test_a_chat_far_too_long_is_neither_rendered_nor_encoded(
     assert builder.build(said, {"truncate_prompt_tokens": 5}).prompt_len == 5
 
 
+@pytest.mark.parametrize(
+    ("ids", "refusal"),
+    [
+        ([1, True, 2], "is neither a string"),
+        ([True, 1], "is neither a string"),
+        ([1, 2.0], "is neither a string"),
+        ([1, True, 1.0, 5], "is neither a string"),  # as long as ints, for marshal
+        ([1, None], "is neither a string"),
+        ([1, 2**31], "holds token id 2147483648"),
+        ((1, -1), "holds token id -1"),
+        ([1, -(2**40)], "holds token id -1099511627776"),
+        ([], "is empty"),
+        ([1, np.int64(3)], None),
+        ((4, 5, 0), None),
+    ],
+)
+def test_lists_of_ints(ids: Any, refusal: str | None, builder: RequestBuilder) -> None:
+    if refusal is None:
+        found = builder.token_ids(ids)
+        assert found.dtype == np.int32
+        assert found.tolist() == list(ids)
+    else:
+        with pytest.raises(PromptError, match=refusal):
+            builder.token_ids(ids)
+
+
 NEEDS_LLGUIDANCE = pytest.mark.skipif(
     importlib.util.find_spec("llguidance") is None,
     reason="llguidance is not installed: pip install 'radixrt[test]'",
