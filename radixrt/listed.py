@@ -10,7 +10,7 @@ from typing import TypeGuard, cast
 import numpy as np
 
 from radixrt.arrays import Int32Array, Int64Array
-from radixrt.errors import ParameterError, PromptError, TokenizerError
+from radixrt.errors import ParameterError, PromptError, RadixrtError, TokenizerError
 from radixrt.frontend.arguments import OnError, Params, Prompt, named_together, one_each, own_ids, read_params
 from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.output import RequestOutput
@@ -262,9 +262,8 @@ class LateTexts(LateRequests):
         self.priority = models[0].priority
         self._encoded: list[Int32Array] = []  # by place, up to the first that cannot run
         self._errors: dict[int, Exception] = {}
-        self._is_over = False  # whether no more will be known
+        self._has_begun = self._is_over = False
         self._news = threading.Condition()
-        threading.Thread(target=self._encode, name="radixrt-encoding", daemon=True).start()
 
     @property
     def ids(self) -> Sequence[int | str]:
@@ -278,34 +277,47 @@ class LateTexts(LateRequests):
         model = self._models[self._kind[number]]
         return self._builder.alike(model, self._encoded[index], number, self._call, self._own_ids[number])
 
-    def known(self, after: int | None = None) -> int:
+    def known(self, after: int | None = None, seconds: float = 0.0) -> int:
+        """The thread begins when this is first asked: texts that are not submitted are not encoded."""
         with self._news:
+            if not self._has_begun:
+                self._has_begun = True
+                threading.Thread(target=self._encode, name="radixrt-encoding", daemon=True).start()
             if after is not None:
-                self._news.wait_for(lambda: self._is_over or len(self._encoded) > after)
+                self._news.wait_for(lambda: self._is_over or len(self._encoded) > after, seconds)
             return len(self._encoded)
 
+    @property
+    def is_over(self) -> bool:
+        return self._is_over
+
     def stop(self) -> None:
-        self._is_over = True
+        with self._news:
+            self._is_over = True
+            self._news.notify_all()
 
     def _encode(self) -> None:
         tokenizer = self._builder.tokenizer
         assert tokenizer is not None
         longest = [model.prompt_len for model in self._models]  # of each kind, that can run
         place = 0
-        failure: Exception | None = None
+        failure: Exception | None
+        failure = lost = RadixrtError("texts are not encoded: their thread has ended")
         try:
             for block in self._tree.encoded(tokenizer.codec.encode, tokenizer.lead):
                 self._check(place, block, longest)
                 place += len(block)
                 if self._is_over:
                     return
-            if self._errors:
-                failure = named_together(dict(sorted(self._errors.items())), len(self))
+            failure = named_together(dict(sorted(self._errors.items())), len(self)) if self._errors else None
         except Exception as error:  # the package tokenizers raises nothing narrower
             failure = self._cause() or error
-        with self._news:
-            self.failure, self._is_over = failure, True
-            self._news.notify_all()
+        except BaseException as error:  # for who waits: this thread has no one else to tell
+            lost.__cause__ = error
+        finally:
+            with self._news:
+                self.failure, self._is_over = failure, True
+                self._news.notify_all()
 
     def _check(self, place: int, block: Sequence[Int32Array], longest: list[int]) -> None:
         """Take the ids of texts from a place on."""

@@ -235,7 +235,10 @@ class Runtime:
         on_error: OnError = "raise",
         progress: bool = False,
     ) -> Generator[RequestOutput, None, None]:
-        """`generate` for a list: yields each output once it is complete. Leaving the loop early ends the rest."""
+        """`generate` for a list: yields each output once it is complete. Leaving the loop early ends the rest.
+
+        Of a long list of texts, which are encoded meanwhile, some outputs may come before PromptError is raised.
+        """
         listed, _ = listed_prompts(prompts)
         built = self._numbered(self._late, listed, sampling_params, True, tenant, request_ids, on_error, priority)
         yield from self._iterate(built, on_error, progress)
@@ -712,14 +715,27 @@ class Runtime:
         """`build` for a call that begins now: its requests draw by its number."""
         return partial(build, *arguments, call=next(self._calls))
 
-    def _late(self, *arguments: Any, **call: Any) -> _Built:
+    def _late(
+        self,
+        prompts: Sequence[Prompt],
+        params: Params | Iterable[Params],
+        many: bool,
+        tenant: str | None,
+        request_ids: str | Iterable[str] | None,
+        on_error: OnError,
+        priority: int | Iterable[int] = 0,
+        call: int = 0,
+    ) -> _Built:
         """`RequestBuilder.build_all`, but the requests of a long list are made while the device computes, and its
         texts encoded.
         """
-        if self.parts.scheduler.sorts and (texts := late_texts(self._builder, *arguments, **call)) is not None:
+        params, request_ids = as_list(params), as_list(request_ids)  # some can be read once only
+        arguments = prompts, params, many, tenant, request_ids, on_error, priority, call
+        sorts = self.parts.scheduler.sorts
+        if sorts and (texts := late_texts(self._builder, *arguments)) is not None:
             return [], texts
-        outputs, requests = listed_requests(self._builder, *arguments, **call)
-        if isinstance(requests, Listed) and self.parts.scheduler.sorts:
+        outputs, requests = listed_requests(self._builder, *arguments)
+        if isinstance(requests, Listed) and sorts:
             requests = requests.in_order()
         return outputs, requests
 

@@ -40,7 +40,7 @@ from radixrt.text.prompts import encode_prompts
 from radixrt.text.tokenizer import Tokenizer
 
 MAX_NAMED = 20  # problems that a scan keeps with their messages
-BLOCK_LINES, BLOCK_BYTES = 4096, 16 * 2**20  # encoded together, while the next are parsed
+BLOCK_LINES, BLOCK_BYTES = 1024, 4 * 2**20  # encoded together, while the next are parsed
 _ENTRIES_FILE = "entries.jsonl"
 _DEFAULTS = SamplingParams()
 _MAX_REMEMBERED = 1024  # parameters that a reader keeps
@@ -203,7 +203,7 @@ def scan_lines(
         BatchFileError: the input cannot be read, or the files cannot be made.
         JournalError: the disk refuses.
     """
-    with ThreadPoolExecutor(1) as thread, _Writer(folder, check) as writer:
+    with _encoding_thread() as thread, _Writer(folder, check) as writer:
         before: _Block | None = None
         for block in _blocks(lines):
             records = [(line, writer.parsed(line, text, parser)) for line, text in block]
@@ -214,6 +214,16 @@ def scan_lines(
         if before is not None:
             writer.write(*before)
         return writer.finish()
+
+
+@contextmanager
+def _encoding_thread() -> Iterator[ThreadPoolExecutor]:
+    """A thread that encodes. After an error nobody waits for its block."""
+    thread = ThreadPoolExecutor(1, "radixrt-encoding")
+    try:
+        yield thread
+    finally:
+        thread.shutdown(wait=False, cancel_futures=True)
 
 
 class _Checks:

@@ -27,6 +27,8 @@ from radixrt.output import RequestOutput
 from radixrt.schedule.answer import Answer
 from radixrt.schedule.request import LateRequests, Request
 
+LATE_SECONDS = 0.02  # that a step waits for late requests, while no other call has its turn
+
 T = TypeVar("T")
 C = TypeVar("C", bound=PendingCall[Any])
 Call = PendingCall[Any]
@@ -370,6 +372,9 @@ class Driver:
         with self._entered():
             self._take_turn()
             engine = self.check_open()
+            lists = [each.requests for each in tuple(self._inbox) if isinstance(each.requests, LateRequests)]
+            while not all(each.is_over for each in lists):
+                self._step()
             self._submit_inbox(engine, late=False)
             while engine.has_work:
                 self._step(admit=False)
@@ -408,7 +413,7 @@ class Driver:
                     room = engine.scheduler.room((each.requests.priority, arrival))
                     end = min(end, each.done + room)
                 if not each.call.is_left:
-                    end = min(end, each.requests.known(None if late else end - 1))
+                    end = min(end, each.requests.known())
                 if each.call.is_left or each.requests.failure is not None:
                     self._give_up(each)
                     continue
@@ -421,10 +426,16 @@ class Driver:
             each.done += len(part)
             if each.done == len(each.requests):
                 self._inbox.remove(each)
-        if self._inbox and not engine.has_work:  # there is nothing else to do than to wait for the next ones
-            first = self._inbox[0]
-            assert isinstance(first.requests, LateRequests)
-            first.requests.known(first.done)
+        if late and not engine.has_work:
+            self._wait_for_late()
+
+    def _wait_for_late(self) -> None:
+        """Where nothing else is to be done, wait for more late requests, but not so long that others notice."""
+        waiting = tuple(self._inbox)
+        lists = [(each.requests, each.done) for each in waiting if isinstance(each.requests, LateRequests)]
+        if lists and len(lists) == len(waiting) and not self._aborts:
+            requests, done = lists[0]
+            requests.known(done, LATE_SECONDS)
 
     def _give_up(self, each: _Submitted) -> None:
         """Make no more of late requests, whose call was left or cannot be answered whole."""

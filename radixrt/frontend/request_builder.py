@@ -311,7 +311,8 @@ class RequestBuilder:
                 try:
                     own, are_texts = _parts_of(unwrapped(prompts[place]), continuations[place])
                 except PromptError as error:
-                    asked[place] = error
+                    (known,) = self.all_token_ids([prompts[place]])  # what is wrong with the prompt goes before
+                    asked[place] = known if isinstance(known, PromptError) else error
                     continue
                 asked[place] = len(parts), are_texts
                 parts += own

@@ -69,9 +69,14 @@ class LateRequests(Sequence[Request]):
     def make(self, index: int) -> Request:
         """The request at an index from 0 on."""
 
-    def known(self, after: int | None = None) -> int:
-        """How many of the first ones can be made. With `after` it waits until they are more, or none will come."""
+    def known(self, after: int | None = None, seconds: float = 0.0) -> int:
+        """How many of the first ones can be made. With `after` it waits, at most so long, until they are more."""
         return len(self)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no others will be known."""
+        return True
 
     def stop(self) -> None:
         """Make no others known: nobody wants them."""

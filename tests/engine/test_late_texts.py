@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -93,7 +95,7 @@ def test_all_is_as_if_they_had_been_encoded_before(monkeypatch: pytest.MonkeyPat
 
 
 def requests_known(requests: Any) -> int:
-    known: int = requests.known(len(requests) - 1) if isinstance(requests, listed.LateTexts) else len(requests)
+    known: int = requests.known(len(requests) - 1, 30) if isinstance(requests, listed.LateTexts) else len(requests)
     assert known == len(requests)
     return known
 
@@ -131,6 +133,55 @@ def test_bad_texts_are_named_together_also_after_passes() -> None:
         assert runner.has_begun.is_set()
         assert is_empty(runtime)
         assert len(runtime.generate(texts[:7] * 20, SHORT)) == 140
+
+
+def test_others_and_ctrl_c_do_not_wait_for_a_list_that_will_fail(halted: threading.Event) -> None:
+    texts = texts_of(300)
+    texts.append("!" * 200)  # the first in their order
+    with runtime_of(NotedRunner()) as runtime, ThreadPoolExecutor(1) as thread:
+        failing = thread.submit(runtime.generate, texts, SHORT)
+        while not runtime.has_work:
+            time.sleep(0.01)
+        assert runtime.generate([1, 2, 3], SHORT).outputs[0].token_ids
+        assert not failing.done()
+        halted.set()
+        with pytest.raises(ContextLengthError, match="prompt 300 has"):
+            failing.result(30)
+        assert is_empty(runtime)
+
+
+def test_what_can_be_read_once_is_read_once() -> None:
+    texts = texts_of(100)
+    with runtime_of(NotedRunner()) as runtime:
+        outputs = runtime.generate(texts, (Params(max_new_tokens=1, truncate_prompt_tokens=2) for _ in texts))
+        assert {output.usage.prompt_tokens for output in outputs} == {2}
+        params = ({"temperature": -1 if n == 7 else 0} for n in range(100))
+        with pytest.raises(PromptError, match="prompt 7: temperature is -1"):
+            runtime.generate(texts, params)
+        ids = (f"own {n}" for n in range(100))
+        assert [each.id for each in runtime.generate(texts, SHORT, request_ids=ids)][:2] == ["own 0", "own 1"]
+
+
+def test_texts_that_are_not_submitted_are_not_encoded() -> None:
+    with runtime_of(NotedRunner()) as runtime:
+        _, requests = runtime._late(texts_of(200), SHORT, True, None, None, "raise")
+        assert isinstance(requests, listed.LateTexts)
+        assert not [each for each in threading.enumerate() if each.name == "radixrt-encoding"]
+
+
+class Odd(BaseException):
+    pass
+
+
+def test_a_thread_that_ends_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def odd(self: JsonCodec, texts: list[str]) -> list[list[int]]:
+        raise Odd
+
+    monkeypatch.setattr(JsonCodec, "encode", odd)
+    raised = pytest.raises(RadixrtError, match="their thread has ended")
+    with runtime_of(NotedRunner()) as runtime, raised as caught:
+        runtime.generate(texts_of(200), SHORT)
+    assert isinstance(caught.value.__cause__, Odd)
 
 
 @pytest.mark.parametrize(
