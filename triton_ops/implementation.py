@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, cached_property
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -126,6 +127,11 @@ def runs_triton(impl: Impl, device: torch.device) -> bool:
     if device.type != "cuda" and _compiling_for is None and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(f'impl is "triton", but the tensors are on {device}; a kernel needs a CUDA device')
     if not triton.__version__:
+        if not (_LAUNCHES or _INTERPRETED) and find_spec("triton") is not None:
+            raise ValueError(
+                'impl is "triton", but Triton was not imported, as this build of torch is for CPUs; set '
+                "TRITON_INTERPRET=1, or import triton, before radixrt is imported"
+            )
         raise ValueError('impl is "triton", but Triton is not installed')
     return True
 

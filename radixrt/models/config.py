@@ -405,6 +405,8 @@ def read_attention(source: Any, *, recurrent: str | None = None) -> tuple[Attent
 
     def rope(layer_type: str | None) -> RopeParameters:
         parameters = source.rope_parameters.get(layer_type or "", source.rope_parameters)
+        if not parameters or "rope_type" not in parameters:
+            raise ModelError(f"rope_parameters says nothing of {layer_type or 'any layer'}")
         return read_rope(parameters, head_dim_of(source), trained_length)
 
     return tuple(

@@ -43,7 +43,7 @@ _KINDS_OF_FIELDS = MappingProxyType(
             ("num_key_value_heads", "head_dim", "bos_token_id", "sliding_window", "moe_latent_size"),
             "a whole number",
         ),
-        **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), "a number"),
+        **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "rope_local_base_freq"), "a number"),
         **dict.fromkeys(("no_rope_layers", "mlp_only_layers", "full_attn_idxs"), "a list of whole numbers"),
         "layer_types": "a list of strings",
         "position_embedding_type": "a string",
@@ -57,13 +57,20 @@ _UNJUDGED = frozenset({"mamba_d_head", "sliding_window_pattern"})
 _NULLABLE = frozenset(
     {
         *_KINDS_OF_FIELDS,
+        "mamba_conv_bias",
         "mamba_d_state",
+        "mamba_proj_bias",
+        "max_window_layers",
+        "num_local_experts",
+        "num_nextn_predict_layers",
         "original_max_position_embeddings",
         "partial_rotary_factor",
         "use_bias",
+        "use_sliding_window",
     }
 )
 _SCALED_ROPES = ("llama3", "yarn", "longrope")  # those that know a length before they were scaled
+_ABSENT_IF_NULL = frozenset({"rope_type", "type", "rope_theta", "original_max_position_embeddings"})  # in a rope
 _FULL, _LOCAL = "full_attention", "sliding_attention"
 _SPECIAL_FLOATS = MappingProxyType({name: float(name) for name in ("Infinity", "-Infinity", "NaN")})
 
@@ -161,27 +168,40 @@ def _dtype(raw: Mapping[str, Any]) -> torch.dtype | None:
 
 def _rope(values: Values, model_type: ModelType) -> dict[str, Any]:
     """The rope's parameters, or those of each kind of layers, under their present names."""
-    given, scaling = values.get("rope_parameters"), values.get("rope_scaling")
+    given, scaling = (_object(name, values.get(name)) for name in ("rope_parameters", "rope_scaling"))
     theta = model_type.theta if values.get("rope_theta") is None else values["rope_theta"]
     if model_type.local_theta is None:
         return _filled(scaling or (model_type.rope if given is None else given), values, model_type, theta)
     plain, given = {"rope_type": "default"}, given or {}
     if extra := given.keys() - {_FULL, _LOCAL}:
         raise ValueError(f"rope_parameters has {', '.join(sorted(extra))}; it must have {_FULL} and {_LOCAL}")
-    local_theta = values.get("rope_local_base_freq")
+    # Other types do not know the field.
+    local_theta = values["rope_local_base_freq"] if "rope_local_base_freq" in model_type.defaults else None
     local_theta = model_type.local_theta if local_theta is None else local_theta
-    full, local = {**(given.get(_FULL) or plain), **(scaling or {})}, given.get(_LOCAL) or plain
+    full, local = (_object(f"rope_parameters of {kind}", given.get(kind)) or plain for kind in (_FULL, _LOCAL))
+    full = {**full, **(scaling or {})}
     return {
         _FULL: _filled(full, values, model_type, theta),
         _LOCAL: _filled(local, values, model_type, local_theta),
     }
 
 
+def _object(name: str, value: object) -> Mapping[str, Any] | None:
+    """Raise ValueError for a value that is neither an object nor null."""
+    if value is None or isinstance(value, Mapping):
+        return value
+    raise ValueError(f"{name} is {value!r}; it must be an object")
+
+
 def _filled(rope: Mapping[str, Any], values: Values, model_type: ModelType, theta: object) -> dict[str, Any]:
     if kinds := [kind for kind in rope if kind in (values.get("layer_types") or ())]:
-        return {**rope, **{kind: _filled(rope[kind], values, model_type, theta) for kind in kinds if rope[kind]}}
+        parts = {kind: _object(f"rope_parameters of {kind}", rope[kind]) for kind in kinds}
+        return {**rope, **{kind: _filled(part, values, model_type, theta) for kind, part in parts.items() if part}}
     share, original = values.get("partial_rotary_factor"), values.get("original_max_position_embeddings")
+    rope = {name: value for name, value in rope.items() if value is not None or name not in _ABSENT_IF_NULL}
     kind = rope.get("rope_type", rope.get("type", "default"))
+    if not isinstance(kind, str):
+        raise ValueError(f"rope_type is {kind!r}; it must be a string")
     kind = model_type.renamed_ropes.get(kind, kind)
     filled = {"rope_theta": theta, **({} if share is None else {"partial_rotary_factor": share}), **rope}
     filled["rope_type"] = kind

@@ -74,8 +74,8 @@ class Granite4Config(Mamba2Config, MixtureConfig, GraniteConfig):
             "conv_width": source.mamba_d_conv,
             "norm_groups": 1,
             **read_dt_limits(source),
-            "conv_bias": source.mamba_conv_bias,
-            "mamba_bias": source.mamba_proj_bias,
+            "conv_bias": bool(source.mamba_conv_bias),
+            "mamba_bias": bool(source.mamba_proj_bias),
         }
 
     @property

@@ -54,8 +54,18 @@ def _windows_above(values: Values) -> None:
     """On layers from `max_window_layers` on."""
     if values["layer_types"] is None:
         first = values["num_hidden_layers"] if values["sliding_window"] is None else values["max_window_layers"]
+        if first is None:
+            raise ValueError("max_window_layers is None; with a sliding_window it must be a whole number")
         layers = range(values["num_hidden_layers"])
         values["layer_types"] = ["sliding_attention" if layer >= first else "full_attention" for layer in layers]
+
+
+def _interval(values: Values, name: str) -> int:
+    """A field that says how often a kind of layers comes. Raises ValueError."""
+    interval = values[name]
+    if type(interval) is not int or interval < 1:
+        raise ValueError(f"{name} is {interval!r}; without a list of the layers it must be a whole number from 1")
+    return interval
 
 
 def _full_attention_on_each(interval: int | str, others: str) -> Callable[[Values], None]:
@@ -63,7 +73,7 @@ def _full_attention_on_each(interval: int | str, others: str) -> Callable[[Value
 
     def derive(values: Values) -> None:
         if values["layer_types"] is None:
-            length = values[interval] if isinstance(interval, str) else interval
+            length = _interval(values, interval) if isinstance(interval, str) else interval
             layers = range(1, values["num_hidden_layers"] + 1)
             values["layer_types"] = [others if layer % length else "full_attention" for layer in layers]
 
@@ -75,8 +85,9 @@ def _later_kinds(values: Values) -> None:
 
 
 def _smollm3_layers(values: Values) -> None:
-    num_layers, interval = values["num_hidden_layers"], values["no_rope_layer_interval"]
+    num_layers = values["num_hidden_layers"]
     if values["no_rope_layers"] is None:
+        interval = _interval(values, "no_rope_layer_interval")
         values["no_rope_layers"] = [int(layer % interval != 0) for layer in range(1, num_layers + 1)]
     if values["layer_types"] is None:
         kinds = ["full_attention"] * num_layers
@@ -107,6 +118,8 @@ def _granite4_layers(values: Values) -> None:
     heads, inner = values["mamba_n_heads"], values["mamba_expand"] * values["hidden_size"]
     if values["mamba_d_head"] == "auto":
         values["mamba_d_head"] = inner // heads
+    if type(values["mamba_d_head"]) is not int:
+        raise ValueError(f"mamba_d_head is {values['mamba_d_head']!r}; it must be a whole number or 'auto'")
     if heads * values["mamba_d_head"] != inner:
         raise ValueError(
             f"mamba_n_heads {heads} of mamba_d_head {values['mamba_d_head']} are not mamba_expand "
@@ -454,6 +467,7 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
                 **_without(_shape(262_208, 2304, 9216, 26, 8, 4, 131_072), "hidden_act"),
                 **_GEMMA,
                 "sliding_window_pattern": 6,
+                "rope_local_base_freq": None,
                 "attn_logit_softcapping": None,
                 "final_logit_softcapping": None,
                 "use_bidirectional_attention": False,

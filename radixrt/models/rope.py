@@ -38,7 +38,8 @@ def read_rope(parameters: Parameters, head_dim: int, trained_length: int) -> Rop
             f"{rotary_dim} of head_dim {head_dim} (partial_rotary_factor {share}) is odd or out of range: "
             "rotary embedding needs pairs"
         )
-    if missing := [name for name in NEEDED.get(kind, ()) if name not in parameters]:
+    found = {name for name, value in parameters.items() if value is not None or (kind, name) in _MAY_BE_NULL}
+    if missing := [name for name in NEEDED.get(kind, ()) if name not in found]:
         raise ModelError(f"rope_type {kind!r} needs {', '.join(missing)}")
     scaling = SCALINGS[kind](parameters, trained_length)
     if isinstance(scaling, LongRopeScaling):
@@ -133,6 +134,8 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
     "yarn": ("factor",),
     "longrope": ("short_factor", "long_factor"),
 }
+
+_MAY_BE_NULL = frozenset({("yarn", "factor")})  # it follows from the lengths
 
 # rope_type of transformers: from its parameters and max_position_embeddings to the scaling.
 SCALINGS: Mapping[str, Callable[[Parameters, int], RopeScaling | None]] = {

@@ -14,6 +14,7 @@ import pytest
 from transformers import CONFIG_MAPPING
 from transformers.utils import logging
 
+from radixrt.errors import ModelError
 from radixrt.models import config, config_fields
 from radixrt.models.config import ModelConfig
 from radixrt.models.config_fields import read_fields
@@ -101,11 +102,14 @@ SPELLINGS: list[tuple[str, dict[str, Any]]] = [
         {"num_local_experts": 6, "rope_scaling": {"rope_type": "default", "mrope_section": [1]}},
     ),
     ("phi3", {"rope_scaling": {"type": "longrope", **FACTORS}, "original_max_position_embeddings": 64}),
-    ("olmo3", {"rope_theta": 5.0, "num_hidden_layers": 4}),
+    ("olmo3", {"rope_theta": 5.0, "num_hidden_layers": 4, "rope_local_base_freq": 3.0}),
     ("olmo3", {"rope_scaling": {"rope_type": "yarn", **YARN}, "num_hidden_layers": 5, "rope_theta": 5.0}),
     ("glm4", {"partial_rotary_factor": 0.25, "rope_theta": 5.0}),
     ("glm4_moe", {"num_nextn_predict_layers": 3, "num_local_experts": 6, "use_qk_norm": True}),
     ("glm4_moe", {"num_mtp_layers": 2}),
+    ("glm4_moe", {"num_nextn_predict_layers": None}),
+    ("granitemoehybrid", {"mamba_conv_bias": None, "mamba_proj_bias": None, "num_local_experts": None}),
+    ("qwen2_5_vl_text", {"max_window_layers": None, "use_sliding_window": None}),
     ("exaone4", {"sliding_window_pattern": 3, "num_hidden_layers": 7, "sliding_window": 9}),
     ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 50.0}}),
     ("gemma2", {"num_hidden_layers": 5, "hidden_activation": "gelu", "attn_logit_softcapping": None}),
@@ -179,7 +183,8 @@ def fields_of(source: Any, model_type: str) -> dict[str, Any]:
     known = MODEL_TYPES[model_type]
     # Those from which others follow are not kept by all classes.
     steps = {"hybrid_override_pattern", "full_attention_interval", "sliding_window_pattern", "full_attn_idxs"}
-    names = [name for name in known.defaults if name not in {*steps, "partial_rotary_factor"}]
+    in_ropes = {"partial_rotary_factor", "rope_local_base_freq"}
+    names = [name for name in known.defaults if name not in steps | in_ropes]
     names += ["dtype", *([] if known.theta is None else ["rope_parameters"])]
     return {name: comparable(name, getattr(source, name, "missing"), source) for name in names}
 
@@ -350,11 +355,62 @@ def test_other_types_are_read_by_transformers(raw: dict[str, Any], monkeypatch: 
             {"model_type": "gemma3_text", "rope_parameters": {"factor": 4}},
             "rope_parameters has factor; it must have",
         ),
+        (
+            {"model_type": "gemma3_text", "rope_local_base_freq": "1"},
+            "rope_local_base_freq is '1'; it must be a n",
+        ),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": {"full_attention": 4}},
+            "rope_parameters of full_attention is 4; it must be an object",
+        ),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; it must be an object"),
+        ({"rope_parameters": [1]}, r"rope_parameters is \[1\]; it must be an object"),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, r"rope_type is \['yarn'\]; it must be a string"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": None}}, "rope_type 'linear' needs factor"),
+        (
+            {
+                "model_type": "gpt_oss",
+                "rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": None},
+            },
+            "rope_parameters says nothing of sliding_attention",
+        ),
+        (
+            {"model_type": "gpt_oss", "rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "rope_parameters says nothing of sliding_attention",
+        ),
+        *(
+            (
+                {"model_type": kind, "sliding_window_pattern": pattern},
+                f"sliding_window_pattern is {pattern!r}; without a list of the layers it must be a whole number",
+            )
+            for kind in ("exaone4", "gemma3_text")
+            for pattern in ("LLLG", 0, None)
+        ),
+        ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval is 0; without a list"),
+        ({"use_sliding_window": True, "max_window_layers": None}, "max_window_layers is None; with a sliding_win"),
+        ({"model_type": "granitemoehybrid", "mamba_d_head": None}, "mamba_d_head is None; it must be a whole num"),
     ],
 )
 def test_fields_of_another_kind_are_named(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        read_fields(Path("never read"), {"model_type": "qwen3", **changes})
+    with pytest.raises((ValueError, ModelError), match=message):
+        config.read_attention(read_fields(Path("never read"), {"model_type": "qwen3", **changes})[0])
+
+
+@pytest.mark.parametrize(
+    ("rope", "changes"),
+    [
+        ({"rope_type": None, "type": "linear", "factor": 2.0}, {"rope_type": "linear"}),
+        ({"rope_type": "default", "rope_theta": None}, {"rope_theta": 5.0}),
+        (
+            {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": None},
+            {"original_max_position_embeddings": 99},
+        ),
+    ],
+)
+def test_null_says_nothing_of_a_rope(rope: dict[str, Any], changes: dict[str, Any]) -> None:
+    raw = {"model_type": "llama", "rope_theta": 5.0, "max_position_embeddings": 99, "rope_parameters": rope}
+    found = read_fields(Path("never read"), raw)[0].rope_parameters
+    assert {**rope, "rope_theta": 5.0, **changes} == found
 
 
 @pytest.mark.parametrize("kind", ["su", "yarn"])

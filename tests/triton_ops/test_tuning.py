@@ -112,6 +112,29 @@ def test_kernels_do_not_run_on_gpus_of_other_vendors(monkeypatch: pytest.MonkeyP
     assert not runs_triton("auto", torch.device("cpu"))
 
 
+@pytest.mark.parametrize(
+    ("launches", "spec", "message"),
+    [
+        (
+            False,
+            object(),
+            "was not imported, as this build of torch is for CPUs; set TRITON_INTERPRET=1, or import",
+        ),
+        (False, None, "Triton is not installed"),
+        (True, object(), "Triton is not installed"),
+    ],
+)
+def test_why_there_is_no_triton(
+    launches: bool, spec: object, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(implementation, "triton", SimpleNamespace(__version__=""))
+    monkeypatch.setattr(implementation, "_LAUNCHES", launches)
+    monkeypatch.setattr(implementation, "_INTERPRETED", False)
+    monkeypatch.setattr(implementation, "find_spec", lambda name: spec)
+    with compiling_for(GPU(90, 132)), pytest.raises(ValueError, match=message):
+        runs_triton("triton", torch.device("cpu"))
+
+
 def test_a_device_is_asked_once_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
