@@ -41,55 +41,27 @@ def listed_requests(
     on_error: OnError,
     priority: int | Iterable[int] = 0,
     call: int = 0,
+    *,
+    sorts: bool = False,
 ) -> tuple[list[RequestOutput], Sequence[Request]]:
-    """What `RequestBuilder.build_all` makes or raises. Those of a long list without errors are `Listed`."""
+    """What `RequestBuilder.build_all` makes or raises. Those of a long list without errors are `Listed`.
+
+    If whoever serves them `sorts`, they come in an order that suits prefixes, and those of texts are `LateTexts`.
+    """
     is_long = many and len(prompts) >= FEWEST and not isinstance(priority, Iterable)
     if not is_long or on_error not in ("raise", "return"):
         return builder.build_all(prompts, params, many, tenant, request_ids, on_error, priority, call=call)
     given = list(one_each(params, len(prompts), many))  # some can be read once only
     own = list(own_ids(request_ids, len(prompts), many).values())
+    if sorts and on_error == "raise":
+        texts = _late_texts(builder, prompts, given, tenant, own, cast("int", priority), call)
+        if texts is not None:
+            return [], texts
     read = list(prompts)  # token ids in the place of each once they are known: nothing is encoded twice
     found = _all_sound(builder, read, given, tenant, own, cast("int", priority), call)
     if found is not None:
-        return [], found
+        return [], found.in_order() if sorts else found
     return builder.build_all(read, given, many, tenant, own or None, on_error, priority, call=call)
-
-
-def late_texts(
-    builder: RequestBuilder,
-    prompts: Sequence[Prompt],
-    params: Params | Iterable[Params],
-    many: bool,
-    tenant: str | None,
-    request_ids: str | Iterable[str] | None,
-    on_error: OnError,
-    priority: int | Iterable[int] = 0,
-    call: int = 0,
-) -> LateTexts | None:
-    """The requests of a long list of texts, which are encoded while others run.
-
-    None where the list is another one, or has an error that shows before: `listed_requests` makes or raises what
-    there is.
-    """
-    tokenizer = builder.tokenizer
-    if tokenizer is None or not many or len(prompts) < FEWEST or isinstance(priority, Iterable):
-        return None
-    if on_error != "raise" or not all(isinstance(prompt, str) for prompt in prompts):
-        return None
-    texts = cast("Sequence[str]", prompts)
-    if may_exceed(max(map(len, texts)), builder.context_length) or (tree := tokenizer.text_tree(texts)) is None:
-        return None
-    try:
-        for place, text in enumerate(texts):
-            check_unicode(f"text {place}", text)
-        kinds, kind = _kinds(builder, one_each(params, len(prompts), many))
-        if any(each.truncate_prompt_tokens is not None or each.prompt_logprobs is not None for each in kinds):
-            return None  # what these allow depends on each prompt
-        own = list(own_ids(request_ids, len(prompts), many).values())
-        models = [builder.build([0], each, tenant=tenant, priority=priority, call=call) for each in kinds]
-    except (PromptError, ParameterError, TokenizerError):
-        return None
-    return LateTexts(builder, tree, texts, models, kind.tolist(), own or builder.new_ids(len(texts)), call)
 
 
 def store_of(requests: Sequence[Request]) -> tuple[TokenStore, Demands]:
@@ -110,6 +82,42 @@ def demands_of(requests: Sequence[Request]) -> Demands:
     )
 
 
+def _late_texts(
+    builder: RequestBuilder,
+    prompts: Sequence[Prompt],
+    params: Sequence[Params],
+    tenant: str | None,
+    own: Sequence[str],
+    priority: int,
+    call: int,
+) -> LateTexts | None:
+    """The requests of a list of texts, which are encoded while others run.
+
+    None where not all are texts, or one has an error that shows before: whoever encodes them first tells it.
+    """
+    tokenizer = builder.tokenizer
+    if tokenizer is None or not all(isinstance(prompt, str) for prompt in prompts):
+        return None
+    texts = cast("Sequence[str]", prompts)
+    if may_exceed(max(map(len, texts)), builder.context_length) or (tree := tokenizer.text_tree(texts)) is None:
+        return None
+    try:
+        for place, text in enumerate(texts):
+            check_unicode(f"text {place}", text)
+        kinds, kind = _kinds(builder, params)
+        if _depends_on_prompts(kinds):
+            return None
+        models = [builder.build([0], each, tenant=tenant, priority=priority, call=call) for each in kinds]
+    except (PromptError, ParameterError, TokenizerError):
+        return None
+    return LateTexts(builder, tree, texts, models, kind.tolist(), own or builder.new_ids(len(texts)), call)
+
+
+def _depends_on_prompts(kinds: Iterable[SamplingParams]) -> bool:
+    """Whether it depends on each prompt what some of these allow."""
+    return any(each.truncate_prompt_tokens is not None or each.prompt_logprobs is not None for each in kinds)
+
+
 def _all_sound(
     builder: RequestBuilder,
     prompts: list[Prompt],
@@ -122,8 +130,8 @@ def _all_sound(
     """The requests of a list without errors. None where there is one, or might be. `prompts` become token ids."""
     try:
         kinds, kind = _kinds(builder, params)
-        if any(each.truncate_prompt_tokens is not None or each.prompt_logprobs is not None for each in kinds):
-            return None  # what these allow depends on each prompt
+        if _depends_on_prompts(kinds):
+            return None
         others = [i for i, prompt in enumerate(prompts) if not _is_plain(prompt)]
         is_sound = True
         for i, read in zip(others, builder.all_token_ids([prompts[i] for i in others]), strict=True):

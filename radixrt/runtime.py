@@ -43,7 +43,7 @@ from radixrt.frontend.arguments import (
     read_params,
 )
 from radixrt.frontend.sampling_aliases import chosen_length
-from radixrt.listed import Listed, late_texts, listed_requests
+from radixrt.listed import listed_requests
 from radixrt.output import RequestOutput, ScoreOutput, StreamChunk
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.activity import Activity
@@ -715,29 +715,11 @@ class Runtime:
         """`build` for a call that begins now: its requests draw by its number."""
         return partial(build, *arguments, call=next(self._calls))
 
-    def _late(
-        self,
-        prompts: Sequence[Prompt],
-        params: Params | Iterable[Params],
-        many: bool,
-        tenant: str | None,
-        request_ids: str | Iterable[str] | None,
-        on_error: OnError,
-        priority: int | Iterable[int] = 0,
-        call: int = 0,
-    ) -> _Built:
+    def _late(self, *arguments: Any, **call: Any) -> _Built:
         """`RequestBuilder.build_all`, but the requests of a long list are made while the device computes, and its
         texts encoded.
         """
-        params, request_ids = as_list(params), as_list(request_ids)  # some can be read once only
-        arguments = prompts, params, many, tenant, request_ids, on_error, priority, call
-        sorts = self.parts.scheduler.sorts
-        if sorts and (texts := late_texts(self._builder, *arguments)) is not None:
-            return [], texts
-        outputs, requests = listed_requests(self._builder, *arguments)
-        if isinstance(requests, Listed) and sorts:
-            requests = requests.in_order()
-        return outputs, requests
+        return listed_requests(self._builder, *arguments, **call, sorts=self.parts.scheduler.sorts)
 
     async def _in_thread(self, build: Callable[[], T]) -> T:
         """Run two of a loop's tasks beside it, a long one and short ones; the next waits until the loop looks."""

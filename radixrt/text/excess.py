@@ -12,7 +12,12 @@ _CHARACTERS = 8  # for each token that is allowed: shorter texts are encoded who
 
 def may_exceed(length: int, num_tokens: int) -> bool:
     """Whether a text of so many characters is too long to be encoded before it is known to have fewer tokens."""
-    return length > _CHARACTERS * (num_tokens + 64)
+    return length > _unlooked(num_tokens)
+
+
+def _unlooked(num_tokens: int) -> int:
+    """Characters of a text that is encoded whole in any case."""
+    return _CHARACTERS * (num_tokens + 64)
 
 
 def exceeds(tokenizer: Tokenizer, text: str, num_tokens: int) -> bool:
@@ -21,7 +26,7 @@ def exceeds(tokenizer: Tokenizer, text: str, num_tokens: int) -> bool:
     A beginning of the text is encoded, and a longer one as long as it has few tokens. All but the last tokens of a
     beginning are also those of the whole text, so one that has a quarter more than allowed settles it.
     """
-    length = _CHARACTERS * (num_tokens + 64)
+    length = _unlooked(num_tokens)
     while length < len(text):
         try:
             if len(tokenizer.encode(text[:length], add_special_tokens=False)) > num_tokens + num_tokens // 4 + 16:
