@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from radixrt.asked_form import FORM_ENGINES
 from radixrt.batch import scan as scan_module
 from radixrt.batch.formats.line_format import LineParser
-from radixrt.batch.formats.record import LineError, LineErrorType
+from radixrt.batch.formats.record import InputRecord, LineError, LineErrorType
 from radixrt.batch.formats.source import BadLine
-from radixrt.batch.scan import MAX_NAMED, Scan, SoundLine, scan_lines
+from radixrt.batch.scan import MAX_NAMED, Scan, SoundLine, _Checks, scan_lines
 from radixrt.builtin import MODEL_PATH
-from radixrt.errors import BatchFileError, JournalError
+from radixrt.errors import BatchFileError, JournalError, ParameterError, PromptError
 from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.models.config import read_architecture
 from radixrt.models.registry import find_architecture
@@ -377,3 +377,35 @@ def test_a_text_that_is_cut_may_be_long(tmp_path: Path, builder: RequestBuilder,
     )
     assert found.is_bad.tolist() == [False]
     assert len(found.tokens[0]) == 5
+
+
+def test_what_is_checked_once_holds_for_shorter_prompts_alone() -> None:
+    """Of equal parameters; not for other tokens, nor where it depends on the prompt's length what is allowed."""
+    builder = RequestBuilder(NoWeights(100).config, None, context_length=30)
+    calls: list[int] = []
+
+    def check(prompt: Any, params: SamplingParams, line: int) -> Any:
+        calls.append(line)
+        return builder.build(prompt, params, index=line)
+
+    checks = _Checks(check)
+
+    def most(line: int, ids: list[int], **params: Any) -> int:
+        record = InputRecord(ids, SamplingParams(**params), {})
+        found, checked = checks.of(record, np.array(ids, np.int32), line)
+        assert found.tolist() == ids
+        return checked.max_new_tokens
+
+    assert most(0, [*range(10, 20)], max_new_tokens=4) == 4
+    assert most(1, [12, 13], max_new_tokens=4) == 4
+    assert calls == [0], "what a longer prompt may do it may, too"
+    with pytest.raises(PromptError, match="holds token id 100"):
+        most(2, [12, 100], max_new_tokens=4)
+    with pytest.raises(PromptError, match="has 31 tokens"):
+        most(3, [12] * 31, max_new_tokens=4)
+    assert most(4, [12] * 10, max_new_tokens=25) == 20, "the context ends it"
+    assert most(5, [12] * 5, max_new_tokens=25) == 25
+    late = {"max_new_tokens": 4, "prompt_logprobs": 0, "prompt_logprobs_start": 5}
+    assert most(6, [12] * 10, **late) == 4
+    with pytest.raises(ParameterError, match="prompt_logprobs_start is 5, but the prompt has 4 tokens"):
+        most(7, [12] * 4, **late)

@@ -142,7 +142,10 @@ def test_others_and_ctrl_c_do_not_wait_for_a_list_that_will_fail(halted: threadi
         failing = thread.submit(runtime.generate, texts, SHORT)
         while not runtime.has_work:
             time.sleep(0.01)
+        time.sleep(0.3)  # it waits for texts by now
+        began = time.monotonic()
         assert runtime.generate([1, 2, 3], SHORT).outputs[0].token_ids
+        assert time.monotonic() - began < 10
         assert not failing.done()
         halted.set()
         with pytest.raises(ContextLengthError, match="prompt 300 has"):
