@@ -53,16 +53,23 @@ class Bookkeeper:
         """
         pass_, table = booking.pass_, self.admission.table
         rows, first_samples = pass_.req_pool_indices, np.cumsum(pass_.num_samples) - pass_.num_samples
-        # Answers that still run and decoded one token are booked together; no row has changed hands by now.
-        decoded = table.runs.take(rows) & result.finite & (pass_.prefix_lens >= table.extend_lens.take(rows))
-        decoded &= pass_.num_samples == 1
-        ends = np.zeros_like(decoded)
-        ends[decoded] = table.append(rows[decoded], result.token_ids[first_samples[decoded]])
-        to_visit = ~decoded | table.is_special.take(rows)
+        # Answers that still run, and got one token of which nobody wants more than its id, are booked together; no
+        # row has changed hands by now.
+        extend_lens = table.extend_lens.take(rows)
+        runs = table.runs.take(rows) & result.finite & (pass_.num_samples == 1)
+        decoded = runs & (pass_.prefix_lens >= extend_lens)
+        extended = runs & ~decoded & ~table.begins_alone.take(rows)
+        extended &= (pass_.seq_lens == extend_lens) & (pass_.num_scored == 0)
+        for i in self.admission.paced(np.flatnonzero(extended).tolist()):
+            self._extended(booking.answers[i])
+        got_one = decoded | extended
+        ends = np.zeros_like(got_one)
+        ends[got_one] = table.append(rows[got_one], result.token_ids[first_samples[got_one]])
+        to_visit = ~got_one | (decoded & table.is_special.take(rows))
         ended_by_form: dict[int, Exception | None] = {}
         if booking.forms is not None:
             assert pass_.sampling.masked is not None
-            together = np.repeat(decoded, pass_.num_samples)  # others' tokens are pushed when they are visited
+            together = np.repeat(got_one, pass_.num_samples)  # others' tokens are pushed when they are visited
             ended_by_form = push(booking.forms, np.where(together, result.token_ids, -1)[pass_.sampling.masked])
             to_visit[list(ended_by_form)] = True
         at_end = np.flatnonzero(ends & ~to_visit)
@@ -86,6 +93,14 @@ class Bookkeeper:
             elif not answer.finished:
                 ended += self._book(booking, result, i, token_ids, logprobs)
         return ended
+
+    def _extended(self, answer: Answer) -> None:
+        """Book an extend that a pass has ended, for an answer that begins, or goes on, with a token of its own."""
+        lease = answer.lease
+        assert lease is not None  # it runs
+        self.cache.commit(lease, lease.tokens, len(lease.tokens))
+        if answer.log.first_token_at is None:
+            answer.log.first_token_at = time.perf_counter()
 
     def _end_at(self, answers: Sequence[Answer], token_ids: Sequence[int]) -> None:
         """End answers with their latest tokens `[n]`, of which nobody wants more than their ids."""

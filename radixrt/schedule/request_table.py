@@ -43,8 +43,9 @@ class RequestTable:
         self.tokens = sparse_table(max_requests, max_context_len)  # the known ones
         self.stops = np.full((max_requests, MAX_STOPS), NO_TOKEN, dtype=np.int32)  # fewer end with NO_TOKEN
         self._most_stops = 0  # of any request so far
-        # It may end before max_len; each of its tokens is booked on its own; an answer runs in it.
-        self.may_stop, self.is_special, self.runs = np.zeros((3, max_requests), dtype=bool)
+        # It may end before max_len; each of its tokens, or what its extend ends with, is booked on its own; an answer
+        # runs in it.
+        self.may_stop, self.is_special, self.begins_alone, self.runs = np.zeros((4, max_requests), dtype=bool)
         # For lanes: the number of the last pass that draws for a row, once it decodes; and of its admission.
         self.drawn_in, self.admissions = np.zeros((2, max_requests), dtype=np.int64)
         self._num_admissions = 0
@@ -60,7 +61,8 @@ class RequestTable:
             self._most_stops = max(self._most_stops, len(request.stop_ids))
             self.stops[row, : len(request.stop_ids)] = list(request.stop_ids)
         has_more = request.params.logprobs is not None or request.make_text is not None
-        self.is_special[row] = has_more or not has_few_stops
+        self.is_special[row] = is_special = has_more or not has_few_stops
+        self.begins_alone[row] = is_special or request.params.n > 1 or request.form is not None
         self.may_stop[row] = request.may_stop
         self.runs[row] = True
         self._num_admissions += 1
