@@ -16,7 +16,7 @@ from radixrt.cache.radix_tree import Node, Slots, Tokens
 Frontier = tuple[Node, int]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Lease:
     """What one live request holds: a row, a locked path, private slots. 0 <= committed <= allocated_len."""
 
@@ -43,7 +43,7 @@ class Lease:
     @property
     def allocated_len(self) -> int:
         """Positions that have a slot; those from `own_start` on are private."""
-        return int(self.allocated_lens[self.row])
+        return self.allocated_lens.item(self.row)
 
     @property
     def own_start(self) -> int:

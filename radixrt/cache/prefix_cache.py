@@ -591,15 +591,16 @@ class PrefixCache(CountsHits):
 
     def _announce(self, lease: Lease) -> None:
         """Let others wait for the token that a lease computes next, and for none before."""
-        if lease.frontier is not None:
-            others = self.frontiers[lease.frontier]
+        frontiers, before = self.frontiers, lease.frontier
+        if before is not None:
+            others = frontiers[before]
             others.remove(lease)
             if not others:
-                del self.frontiers[lease.frontier]
+                del frontiers[before]
         lease.frontier = None
-        if self.enabled and not lease.released and lease.committed < len(lease.tokens):
-            lease.frontier = lease.node, int(lease.tokens[lease.committed])
-            self.frontiers.setdefault(lease.frontier, []).append(lease)
+        if lease.committed < len(lease.tokens) and self.enabled and not lease.released:
+            lease.frontier = frontier = lease.node, lease.tokens.item(lease.committed)
+            frontiers.setdefault(frontier, []).append(lease)
 
 
 def sort_key(tokens: Tokens) -> bytes:

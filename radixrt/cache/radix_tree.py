@@ -124,6 +124,8 @@ class Match(NamedTuple):
     def on_device(self) -> Match:
         """The part of it that is on the device: the whole match, or its beginning up to a node's end."""
         node, inside, length = self
+        if node.slots[DEVICE] is not None:
+            return self
         while node.slots[DEVICE] is None:
             length -= inside
             assert node.parent is not None  # roots are on the device
@@ -181,6 +183,8 @@ class RadixTree:
         self.roots: dict[Namespace, Node] = {}
         self.total_tokens = self.device_tokens = self.locked_tokens = 0  # the first: in one tier or both
         self.version = 0  # grows whenever a match may have changed
+        self.moves = 0  # times that a node has left the device
+        self._asked: tuple[Node | None, int, Slots] = None, 0, EMPTY  # what `slots_of` has made last, and when
         self.leaves = [LeafQueue(DEVICE), LeafQueue(HOST)]
         self.left: list[Node] = []  # nodes with states that have left a tier, for the cache to take
         self._clock = 0
@@ -222,9 +226,13 @@ class RadixTree:
         return Match(node, inside, start.length + done)
 
     def slots_of(self, end: Node) -> Slots:
-        """The slots of the whole path of a node on the device, `[depth in tokens]`."""
-        parts = [node.slots[DEVICE] for node in self.path(end)]
-        return np.concatenate(cast("list[Slots]", parts[::-1]))
+        """The slots of the whole path of a node on the device, `[depth in tokens]`; not to be changed: who asks next
+        for the same path, as those do that share it, gets the same.
+        """
+        if self._asked[0] is not end or self._asked[1] != self.moves:
+            parts = [node.slots[DEVICE] for node in self.path(end)]
+            self._asked = end, self.moves, np.concatenate(cast("list[Slots]", parts[::-1]))
+        return self._asked[2]
 
     def path(self, end: Node, until: Node | None = None) -> Iterator[Node]:
         """The nodes from `end` up to its root, or up to its ancestor `until`, which is left out."""
@@ -301,10 +309,12 @@ class RadixTree:
 
     def lock(self, end: Node, until: Node | None = None) -> None:
         """Count one more live request on a path on the device; with `until`, on its part below that ancestor."""
-        for node in self.path(end, until):
+        node: Node | None = end
+        while node is not None and node is not until:  # as in `touch`
             if node.lock == 0:
                 self.locked_tokens += len(node.tokens)
             node.lock += 1
+            node = node.parent
 
     def unlock(self, end: Node, reusable_len: int | None = None) -> Slots:
         """Count one live request less on a path. Returns the slots of the tokens that it removes.
@@ -368,6 +378,7 @@ class RadixTree:
         parent.num_children[tier] -= 1
         if tier == DEVICE:
             self.device_tokens -= len(slots)
+            self.moves += 1
         if node.has_state:
             self.left.append(node)
         if node.slots[1 - tier] is None:  # the other one

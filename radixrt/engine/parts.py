@@ -65,12 +65,14 @@ class Parts:
 
 def request_output(first: Answer, tokenizer: Tokenizer | None) -> RequestOutput:
     """The output of a request whose answers have all ended; without a tokenizer it has no text."""
-    request, family = first.request, first.family
-    outputs = [_completion(answer, tokenizer) for answer in family]
+    request, cause = first.request, first.log.cause
+    outputs = [_completion(first, tokenizer)]
+    for answer in first.children:
+        outputs.append(_completion(answer, tokenizer))
+        cause = answer.log.cause if cause is None else cause
     # Where it ended before its answers' first tokens were drawn, all have ended so.
     for nth in range(len(outputs), request.params.n):
         outputs.append(replace(outputs[0], index=request.first_answer + nth))
-    causes = [answer.log.cause for answer in family if answer.log.cause is not None]
     return RequestOutput(
         index=request.index,
         id=request.id,
@@ -79,7 +81,7 @@ def request_output(first: Answer, tokenizer: Tokenizer | None) -> RequestOutput:
         timings=first.timings(),
         prompt_ids=request.prompt_ids,
         prompt_logprobs=None if request.params.prompt_logprobs is None else tuple(first.log.prompt_logprobs),
-        cause=causes[0] if causes else None,
+        cause=cause,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,25 +37,29 @@ class ExtendChunk(NamedTuple):
     states: tuple[int, int]  # that it begins with and leaves, where there are some
 
     @classmethod
-    def next_of(cls, answer: Answer, cache: PrefixCache, budget: int) -> ExtendChunk | None:
-        """The next tokens of an extend, as many as the budget allows; None if there are no slots for them."""
-        log, lease = answer.log, answer.lease
-        assert lease is not None  # it runs
-        start = lease.allocated_len
-        end = min(start + budget, answer.extend_len)
-        stop = next((stop for stop in lease.stops if stop > start), None)
-        if stop is not None:
-            end = min(end, stop)
+    def next_of(
+        cls, answer: Answer, lease: Lease, extend_len: int, cache: PrefixCache, budget: int
+    ) -> ExtendChunk | None:
+        """The next tokens of an answer's extend over `extend_len`, as many as the budget allows; None if there are no
+        slots for them.
+        """
+        log, start = answer.log, lease.allocated_len
+        end = min(start + budget, extend_len)
+        stop = None
+        if lease.stops:
+            stop = next((stop for stop in lease.stops if stop > start), None)
+            end = end if stop is None else min(end, stop)
         slots = cache.extend(lease, end - start)
         if slots is None:
             return None
         states = (0, 0) if cache.states is None else cache.next_states(lease, end if end == stop else None)
-        recomputed = max(0, min(end, answer.launched_len) - start)  # lost to a retraction
-        log.recomputed_tokens += recomputed
-        cache.recomputed_tokens += recomputed
+        if answer.launched_len > start:  # lost to a retraction
+            recomputed = min(end, answer.launched_len) - start
+            log.recomputed_tokens += recomputed
+            cache.recomputed_tokens += recomputed
         if log.launched_at is None:
             log.launched_at = time.perf_counter()
-        return cls(answer, start, end, slots, answer.num_answers if end == answer.extend_len else 0, states)
+        return cls(answer, start, end, slots, answer.num_answers if end == extend_len else 0, states)
 
     def scored_positions(self) -> Int32Array:
         """Positions after which the prompt's next token is to be scored, ascending."""
@@ -95,6 +99,7 @@ class Admission:
     def admit(self, budget: int, places: int) -> list[ExtendChunk]:
         """Admit at most `places` answers and return their first chunks, of at most `budget` tokens in all."""
         chunks: list[ExtendChunk] = []
+        begun: list[Lease] = []  # of each chunk's answer
         cache, config, waiting = self._cache, self._config, self.waiting
         self.refused = waiting[0] if waiting and places <= 0 else None
         if not waiting or budget <= 0 or places <= 0:
@@ -133,7 +138,7 @@ class Admission:
                     match.keep_where_it_parts()
                 continue
             tokens = answer.tokens()
-            reserve = promised + demand - len(tokens) if self.running else 0
+            reserve = promised + demand - len(tokens) if self.running or begun else 0
             lease = cache.acquire(answer.request.namespace, tokens, match.match(), reserve, loan)
             if lease is None:
                 self.refused = answer
@@ -141,12 +146,13 @@ class Admission:
             loads -= lease.loaded
             if cache.states is not None and cache.keeps_states:
                 self._set_stops(answer, lease, cache.states)
-            self._run(answer, lease)
-            chunk = ExtendChunk.next_of(answer, cache, budget)
+            chunk = ExtendChunk.next_of(answer, lease, len(tokens), cache, budget)
             if chunk is None:
-                self.release(answer)
-                self.enqueue(answer)
+                cache.release(lease)
+                answer.resumable_after = cache.passes_launched
                 break
+            self.leave_queue(answer)
+            begun.append(lease)
             if answer is not oldest:
                 oldest.times_skipped += 1
             if answer.log.cached_tokens is None:  # hits are counted once, at the first admission
@@ -158,6 +164,8 @@ class Admission:
             places -= 1
             budget -= len(chunk.slots)
             promised += demand - chunk.end
+        if chunks:
+            self._run([chunk.answer for chunk in chunks], begun)
         return chunks
 
     def _num_fitting(self, budget: int, places: int) -> int:
@@ -261,14 +269,16 @@ class Admission:
         self.num_yielding -= answer.request.yields
         self.changes += 1
 
-    def _run(self, answer: Answer, lease: Lease) -> None:
-        """Let a waiting answer run with what it holds."""
-        self.leave_queue(answer)
-        answer.run(lease, self.table)
-        self.sampling.admit(lease.row, answer)
-        self.running[answer] = lease.row
-        self.num_yielding += answer.request.yields
-        self.changes += 1
+    def _run(self, answers: Sequence[Answer], leases: Sequence[Lease]) -> None:
+        """Let answers that waited run, each with what it holds."""
+        rows = [lease.row for lease in leases]
+        self.table.begin(rows, [answer.request for answer in answers], [lease.tokens for lease in leases])
+        for answer, lease in zip(answers, leases, strict=True):
+            answer.run(lease, self.table)
+            self.sampling.admit(lease.row, answer)
+            self.running[answer] = lease.row
+            self.num_yielding += answer.request.yields
+        self.changes += len(answers)
 
     def _promised(self) -> int:
         """Slots that all running answers are still expected to ask for."""

@@ -89,12 +89,12 @@ class Answer:
     @property
     def known_len(self) -> int:
         """Tokens of its prompt, and collected output tokens."""
-        return len(self._tokens) if self.lease is None else int(self._table.known_lens[self.lease.row])
+        return len(self._tokens) if self.lease is None else self._table.known_lens.item(self.lease.row)
 
     @property
     def extend_len(self) -> int:
         """Tokens to extend over before it decodes; 0 where it does not run."""
-        return 0 if self.lease is None else int(self._table.extend_lens[self.lease.row])
+        return 0 if self.lease is None else self._table.extend_lens.item(self.lease.row)
 
     @property
     def computed_len(self) -> int:
@@ -144,7 +144,7 @@ class Answer:
 
     def output_ids(self) -> Tokens:
         """Collected output tokens `[num_output]` int32, a view like `tokens`."""
-        return self.tokens()[self.request.prompt_len :]
+        return self._tokens[self.request.prompt_len : self.known_len]
 
     def append(self, token_id: int) -> None:
         """Add a collected output token."""
@@ -169,8 +169,7 @@ class Answer:
         return self.pending_match
 
     def run(self, lease: Lease, table: RequestTable) -> None:
-        """Run from now on, in the lease's row of the table."""
-        table.begin(lease.row, self.request, self._tokens)
+        """Run from now on, in the lease's row of the table, which has begun it."""
         self._table, self._tokens = table, table.tokens[lease.row]
         self.lease, self.extended_len, self.pending_match = lease, lease.committed, None
 
@@ -195,19 +194,25 @@ class Answer:
         return fork
 
     def usage(self) -> Usage:
-        """Of all answers to the prompt. One that ended before it was admitted found nothing in the cache."""
+        """Of all answers to the prompt, of which this is the first. One that ended before it was admitted found
+        nothing in the cache.
+        """
         prompt_len, cached = self.request.prompt_len, self.log.cached_tokens or 0
-        num_output = recomputed = 0
-        for answer in self.family:
+        num_output, recomputed = self.num_output, self.log.recomputed_tokens
+        for answer in self.children:
             num_output += answer.num_output
             recomputed += answer.log.recomputed_tokens
         return Usage(prompt_len, cached, prompt_len - cached, num_output, recomputed)
 
     def timings(self) -> Timings:
-        """Of all answers to the prompt, in seconds since submission; until now where none has ended."""
-        log = self.log
-        ends = [end for answer in self.family if (end := answer.log.finished_at) is not None]
-        total = max(ends or [time.perf_counter()]) - log.submitted_at
+        """Of all answers to the prompt, of which this is the first, in seconds since submission; until now where
+        none has ended.
+        """
+        log, end = self.log, self.log.finished_at
+        for answer in self.children:
+            if (other := answer.log.finished_at) is not None:
+                end = other if end is None else max(end, other)
+        total = (time.perf_counter() if end is None else end) - log.submitted_at
         return Timings(
             total if log.launched_at is None else log.launched_at - log.submitted_at,
             None if log.first_token_at is None else log.first_token_at - log.submitted_at,

@@ -18,6 +18,8 @@ last are computed then.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from memory_pool.req_to_token_pool import sparse_table
@@ -50,23 +52,31 @@ class RequestTable:
         self.drawn_in, self.admissions = np.zeros((2, max_requests), dtype=np.int64)
         self._num_admissions = 0
 
-    def begin(self, row: int, request: Request, tokens: Tokens) -> None:
-        """Take over the known `tokens` `[n]` of an answer that runs from now on and extends over all of them."""
-        self.tokens[row, : len(tokens)] = tokens
-        self.known_lens[row] = self.extend_lens[row] = len(tokens)
-        self.prompt_lens[row], self.max_lens[row] = request.prompt_len, request.max_len
-        self.stops[row] = NO_TOKEN
-        has_few_stops = len(request.stop_ids) <= MAX_STOPS
-        if has_few_stops and request.stop_ids:
-            self._most_stops = max(self._most_stops, len(request.stop_ids))
-            self.stops[row, : len(request.stop_ids)] = list(request.stop_ids)
-        has_more = request.params.logprobs is not None or request.make_text is not None
-        self.is_special[row] = is_special = has_more or not has_few_stops
-        self.begins_alone[row] = is_special or request.params.n > 1 or request.form is not None
-        self.may_stop[row] = request.may_stop
-        self.runs[row] = True
-        self._num_admissions += 1
-        self.admissions[row] = self._num_admissions
+    def begin(self, rows: Sequence[int], requests: Sequence[Request], known: Sequence[Tokens]) -> None:
+        """Take over the `known` tokens, `[n]` each, of answers that run from now on, in distinct `rows`, and extend
+        over all of them.
+        """
+        for row, tokens in zip(rows, known, strict=True):
+            self.tokens[row, : len(tokens)] = tokens
+        stops = {ids: self._stops_of(ids) for ids in {request.stop_ids for request in requests}}
+        special = [_is_special(request) for request in requests]
+        alone = [request.params.n > 1 or request.form is not None for request in requests]
+        self.known_lens[rows] = self.extend_lens[rows] = [len(tokens) for tokens in known]
+        self.prompt_lens[rows] = [request.prompt_len for request in requests]
+        self.max_lens[rows] = [request.max_len for request in requests]
+        self.stops[rows] = [stops[request.stop_ids] for request in requests]
+        self.is_special[rows] = special
+        self.begins_alone[rows] = np.array(special) | alone
+        self.may_stop[rows] = [request.may_stop for request in requests]
+        self.runs[rows] = True
+        self.admissions[rows] = np.arange(len(rows)) + (self._num_admissions + 1)
+        self._num_admissions += len(rows)
+
+    def _stops_of(self, stop_ids: frozenset[int]) -> list[int]:
+        """A row of `stops`."""
+        own = [] if len(stop_ids) > MAX_STOPS else list(stop_ids)
+        self._most_stops = max(self._most_stops, len(own))
+        return own + [NO_TOKEN] * (MAX_STOPS - len(own))
 
     def append(self, rows: Int32Array, token_ids: Int32Array) -> BoolArray:
         """Add a sampled token `[n]` to each of distinct `rows` `[n]`. Returns `[n]`, which end with it."""
@@ -83,3 +93,9 @@ class RequestTable:
         in_flight = np.minimum(self.allocated_lens[rows] + 1, self.max_lens[rows])
         total_lens: Int32Array = np.maximum(self.known_lens[rows], in_flight)
         return total_lens
+
+
+def _is_special(request: Request) -> bool:
+    """Whether each token of an answer is booked on its own."""
+    has_more = request.params.logprobs is not None or request.make_text is not None
+    return has_more or len(request.stop_ids) > MAX_STOPS

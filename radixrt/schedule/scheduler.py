@@ -182,7 +182,10 @@ class Scheduler:
         self._passes_left -= 1
         chunks: list[ExtendChunk] = []
         for answer in self._extends:
-            chunk = ExtendChunk.next_of(answer, self.cache, budget) if budget > 0 else None
+            lease, chunk = answer.lease, None
+            assert lease is not None  # it runs
+            if budget > 0:
+                chunk = ExtendChunk.next_of(answer, lease, answer.extend_len, self.cache, budget)
             if chunk is not None:
                 chunks.append(chunk)
                 budget -= len(chunk.slots)

@@ -21,6 +21,7 @@ def request(stop_ids: frozenset[int] = frozenset(), **params: int) -> Request:
 def table_with(*requests: Request) -> tuple[RequestTable, list[Answer]]:
     table = RequestTable(8, 16, np.zeros(8, dtype=np.int32))
     answers = [Answer(one, arrival=0, log=RequestLog(submitted_at=0.0)) for one in requests]
+    table.begin(range(len(answers)), requests, [answer.tokens() for answer in answers])
     for row, answer in enumerate(answers):
         answer.run(lease(table, row), table)
     return table, answers

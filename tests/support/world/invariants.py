@@ -436,14 +436,16 @@ class Invariants:
             return
         if self.world.cache.states is not None:
             return  # what others have published is computed again from the last state on
-        for other in self.world.scheduler.running:
+        for other in self.world.cache.leases:  # those of the coming pass, too, whose answers do not run yet
             shared = lease.matched
             if (
-                other.request.namespace == namespace
-                and other.lease.committed <= shared < other.extend_len
-                and np.array_equal(other.tokens()[: shared + 1], tokens[: shared + 1])
+                other is not lease
+                and not other.released
+                and other.node.namespace == namespace
+                and other.committed <= shared < len(other.tokens)
+                and np.array_equal(other.tokens[: shared + 1], tokens[: shared + 1])
             ):
-                raise Violation("followers wait for what their leader computes", (other.request.index, shared))
+                raise Violation("followers wait for what their leader computes", (other.row, shared))
 
     def check_drained(self) -> None:
         name = "9: after draining nothing is held, and evicting all leaves the pool whole"
