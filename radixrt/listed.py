@@ -172,14 +172,14 @@ def _kinds(builder: RequestBuilder, params: Sequence[Params]) -> tuple[list[Samp
     which: list[int] = []
     by_identity: dict[int, int] = {}  # of what was given
     by_value: dict[SamplingParams, int] = {}
-    before, last = -1, dict[str, object]()  # the latest: to compare with it is faster than a hash
+    before, last = -1, tuple[object, ...]()  # the latest: to compare with it is faster than a hash
     for given in params:
         place = by_identity.get(id(given))
         if place is None:
             own = read_params(given, builder.defaults)
             place = before
-            if vars(own) != last:
-                place, last = by_value.setdefault(own, len(kinds)), vars(own)
+            if (values := tuple(vars(own).values())) != last:
+                place, last = by_value.setdefault(own, len(kinds)), values
                 if place == len(kinds):
                     kinds.append(own)
             before = by_identity[id(given)] = place

@@ -71,7 +71,9 @@ class PendingMatch:
             return False
         self._frontier = leader.frontier
         length = min(len(leader.tokens), self._limit)
-        self.leader_match_len = common_prefix(leader.tokens[:length], self._tokens[:length])
+        # All of the match are its tokens, too; or a part of it, if it computes states again.
+        agrees = matched if states is None else 0
+        self.leader_match_len = agrees + common_prefix(leader.tokens[agrees:length], self._tokens[agrees:length])
         if states is not None:
             self._leader_version = states.version
             if self.leader_match_len < min(FEWEST, states.least_gain):

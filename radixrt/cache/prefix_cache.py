@@ -352,12 +352,14 @@ class PrefixCache(CountsHits):
         if lease.released:
             return
         lease.released, lease.reusable_len, lease.comes_back = True, reusable_len, comes_back
-        self._announce(lease)
-        first, end = self._bequeath(lease), lease.allocated_len
+        if lease.frontier is not None:
+            self._announce(lease)
+        end = lease.allocated_len
+        first = self._bequeath(lease) if lease.borrowers or lease.lender is not None else lease.own_start
         is_known = computed is not None and len(computed) >= end
         if self.keeps_states and is_known and (reusable_len is None or reusable_len >= end):
             lease.tail = computed
-        slots = self._slots_of(lease, first, end)
+        slots = self._slots_of(lease, first, end) if first < end else EMPTY
         tokens = len(slots) + self.tree.held_alone(lease.node)
         self._defer_free(Pending(self.passes_launched, slots, tokens, lease))
 
@@ -507,23 +509,25 @@ class PrefixCache(CountsHits):
             self._free_pending([pending])
 
     def _free_pending(self, ended: Iterable[Pending]) -> None:
-        freed: list[Slots] = [EMPTY]
+        freed: list[Slots] = []
         for pending in ended:
             lease = pending.lease
-            if lease is None or not self._publish_tail(lease):
+            keeps = lease is not None and self.states is not None and self._publish_tail(lease)
+            if len(pending.slots) and not keeps:
                 freed.append(pending.slots)
             if lease is not None:
-                freed.append(self.tree.unlock(lease.node, lease.reusable_len))
+                if len(unlocked := self.tree.unlock(lease.node, lease.reusable_len)):
+                    freed.append(unlocked)
                 self.rows.free(lease.row)
                 self.leases.remove(lease)
-        self.slots.free(np.concatenate(freed[::-1]))  # the first are the last to be had again
+        if freed:
+            self.slots.free(np.concatenate(freed[::-1]))  # the first are the last to be had again
         self._drop_states()
 
     def _publish_tail(self, lease: Lease) -> bool:
         """Publish all that a released lease's passes computed, and let go of its state. Whether there was any."""
+        assert self.states is not None
         tail = lease.tail
-        if self.states is None:
-            return False
         if tail is not None:
             self.commit(lease, tail, lease.allocated_len)
         node = None if tail is None else lease.node

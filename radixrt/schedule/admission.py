@@ -23,7 +23,7 @@ from radixrt.schedule.sampling_table import SamplingTable
 
 _NONE = np.zeros(0, np.int32)
 MAX_TOLD = 16  # answers that wait, which are asked for their leaders where none is admitted
-MAX_LOOK_AHEAD = 256  # answers that wait behind those which are considered, and may be asked where they part
+MAX_LOOK_AHEAD = 256  # where states are kept
 
 
 class ExtendChunk(NamedTuple):
@@ -96,8 +96,15 @@ class Admission:
         if cache.states is not None:
             cache.states.next_use = self._next_use
 
-    def admit(self, budget: int, places: int) -> list[ExtendChunk]:
-        """Admit at most `places` answers and return their first chunks, of at most `budget` tokens in all."""
+    @property
+    def look_ahead(self) -> int:
+        """Answers that wait behind those which are considered, and may be asked where they part."""
+        return MAX_LOOK_AHEAD if self._cache.keeps_states else 0
+
+    def admit(self, budget: int, places: int, max_ranked: int) -> list[ExtendChunk]:
+        """Admit at most `places` of the first `max_ranked` answers that wait. Returns their first chunks, of at most
+        `budget` tokens in all.
+        """
         chunks: list[ExtendChunk] = []
         begun: list[Lease] = []  # of each chunk's answer
         cache, config, waiting = self._cache, self._config, self.waiting
@@ -111,10 +118,10 @@ class Admission:
             # What goes is free only once passes in flight have ended: for those that begin with the next one, too.
             count = self._num_fitting(budget, places) * (1 + cache.in_flight)
             cache.states.make_room(count, cache.passes, ends_only=True)
-            self._neighbours.add(waiting[: config.max_ranked + MAX_LOOK_AHEAD])
+            self._neighbours.add(waiting[: max_ranked + self.look_ahead])
         more_urgent = 0  # answers at the head of the queue that were passed over
         loads = config.max_loaded_chunks * config.chunked_prefill_size
-        for answer in self.paced(admission_order(config, waiting, cache)):
+        for answer in self.paced(admission_order(config, waiting[:max_ranked], cache)):
             if budget <= 0 or places <= 0 or loads <= 0:
                 self.refused = answer if places <= 0 else None
                 break
@@ -260,7 +267,8 @@ class Admission:
         assert lease is not None  # it runs
         if reusable_len is not None:
             published = min(published, reusable_len)
-        self._cache.commit(lease, answer.tokens(published), published)
+        if published > lease.committed:
+            self._cache.commit(lease, answer.tokens(published), published)
         computed = answer.tokens() if is_sound and self._cache.keeps_states else None
         self._cache.release(lease, reusable_len, computed=computed, comes_back=comes_back)
         answer.stop()

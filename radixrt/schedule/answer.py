@@ -20,7 +20,7 @@ from radixrt.schedule.request import Request
 from radixrt.schedule.request_table import RequestTable
 
 
-@dataclass
+@dataclass(slots=True)
 class RequestLog:
     """The record of one answer. Moments are of time.perf_counter."""
 

@@ -39,6 +39,7 @@ class SchedulerConfig:
     policy: SchedulePolicy = SchedulePolicy.LPM
     max_ranked: int = 512  # answers at the head of the queue that are considered for a pass
     max_times_skipped: int = 256  # admissions that the oldest waiting answer of a priority lets pass
+    first_ranked: int = 96  # those for a pass that the device waits for, as for the first: fewer are planned sooner
     max_loaded_chunks: int = 4  # about how many chunks of tokens a pass waits for from the host
     room_passes: int = 4  # decode passes to make room for once answers must be retracted
     num_lanes: int = 1  # parts of the decoding answers that take turns, for as many passes in flight; see `Lanes`
@@ -53,17 +54,16 @@ class SchedulerConfig:
         return oldest.times_skipped >= self.max_times_skipped
 
 
-def admission_order(config: SchedulerConfig, waiting: list[Answer], cache: PrefixCache) -> list[Answer]:
-    """The answers to consider for admission, in this order; `waiting` is in the order of their places.
+def admission_order(config: SchedulerConfig, ranked: list[Answer], cache: PrefixCache) -> list[Answer]:
+    """The answers to consider for admission, in this order; they are given in the order of their places.
 
     The most urgent come first. Under LPM, the oldest of a priority goes before its equals once it is overdue; if
     it is `in_order`, all of them are in order of arrival.
     """
-    ranked = waiting[: config.max_ranked]
     if config.policy is not SchedulePolicy.LPM or not cache.may_match:
         return ranked  # nothing has a longer match than others
     length = PendingMatch.length if cache.states is None else PendingMatch.usable_length
-    groups = [ranked]
+    groups = [[*ranked]]
     if ranked[0].request.priority != ranked[-1].request.priority:
         groups = [list(group) for _, group in itertools.groupby(ranked, key=lambda one: one.request.priority)]
     for equals in groups:

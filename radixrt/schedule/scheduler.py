@@ -21,7 +21,7 @@ from radixrt.arrays import Int32Array
 from radixrt.cache.prefix_cache import PrefixCache, sort_key
 from radixrt.errors import SchedulerError
 from radixrt.output import FinishReason
-from radixrt.schedule.admission import MAX_LOOK_AHEAD, Admission, ExtendChunk
+from radixrt.schedule.admission import Admission, ExtendChunk
 from radixrt.schedule.answer import Answer, RequestLog, place_of, rows_of
 from radixrt.schedule.booking import Booking, Bookkeeper
 from radixrt.schedule.lanes import Lanes
@@ -53,6 +53,7 @@ class Scheduler:
         self._forms: deque[PassForms] = deque(maxlen=config.num_lanes)  # of the passes that were planned last
         self._grouped_at = 0  # `Admission.changes` then
         self._passes_left = 0  # until one of the decodes has launched its last token
+        self._device_waits = True  # as no pass could be planned, when one was wanted last
 
     @property
     def running(self) -> list[Answer]:
@@ -104,7 +105,13 @@ class Scheduler:
     def room(self, place: tuple[int, int]) -> int:
         """How many answers from an `Answer.place` on may wait before the next ones are not even looked at."""
         before = bisect.bisect_left(self.waiting, place, key=place_of)
-        return max(0, self.config.max_ranked + MAX_LOOK_AHEAD - before)
+        return max(0, self._max_ranked + self._admission.look_ahead - before)
+
+    @property
+    def _max_ranked(self) -> int:
+        """Answers at the head of the queue that are considered for the coming pass."""
+        config = self.config
+        return min(config.first_ranked, config.max_ranked) if self._device_waits else config.max_ranked
 
     def submit_all(
         self,
@@ -158,6 +165,7 @@ class Scheduler:
             if booking is None:
                 count, stats = len(self.waiting), self.cache.stats()
                 raise SchedulerError(f"{count} requests wait and none can be admitted: {stats}")
+        self._device_waits = booking is None
         return booking
 
     def abort(self, answer: Answer) -> bool:
@@ -190,7 +198,7 @@ class Scheduler:
                 chunks.append(chunk)
                 budget -= len(chunk.slots)
         if self.num_retractions == retractions:  # an answer that has just yielded does not come back at once
-            chunks += admission.admit(budget, places)
+            chunks += admission.admit(budget, places, self._max_ranked)
         if not chunks and not decodes and self._lanes is not None and self.cache.in_flight <= 1:
             # Nothing else is left to be computed beside the pass in flight.
             decodes, rows, slots = self._with_slots(*self._in_turn(waits=True))

@@ -258,6 +258,8 @@ def _copied(which: str, value: Any) -> Any:
 
 def check_unicode(which: str, text: str, part: str = "") -> None:
     """Raise TokenizerError if `text` holds half of a surrogate pair; the message names its position."""
+    if text.isascii():  # known at once
+        return
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -11,6 +11,7 @@ from radixrt.prefixes.order import PrefixOrder
 from radixrt.prefixes.tree import prefix_tree
 from radixrt.text.common_length import common_length
 from radixrt.text.cuts import Cuts
+from radixrt.text.text_order import text_order
 
 FIRST, LARGEST = 1 << 16, 1 << 20  # characters that are encoded at a time: few at first, twice as many each time
 
@@ -26,7 +27,7 @@ class TextTree:
 
     def __init__(self, texts: Sequence[str], cuts: Cuts) -> None:
         self._texts, self._cuts = texts, cuts
-        self.order = sorted(range(len(texts)), key=texts.__getitem__)
+        self.order = text_order(texts)
 
     def encoded(self, encode: Encode, lead: Sequence[int]) -> Iterator[list[Int32Array]]:
         """The ids of the texts in their order, with `lead` before each, a block at a time.

@@ -19,7 +19,6 @@ from radixrt.engine.calls import OutputCall
 from radixrt.engine.engine import Engine
 from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.planning.simulated import ConstantRunner, simulated_parts
-from radixrt.schedule.admission import MAX_LOOK_AHEAD
 from radixrt.schedule.passes import Pass
 from radixrt.schedule.policy import SchedulePolicy
 from radixrt.schedule.request import Request
@@ -43,10 +42,10 @@ class NotedRunner(ConstantRunner):
 
 
 def many(runner: NotedRunner, policy: SchedulePolicy = SchedulePolicy.LPM) -> Runtime:
-    """A Runtime of 50 requests at once, which looks at the first 100 of those that wait, and some beyond."""
+    """A Runtime of 50 requests at once, which looks at the first 100 of those that wait, for its first pass at 40."""
     limits = RunLimits(4000, 50, 400)
     parts = simulated_parts(runner, limits, 40, vocab_size=256)
-    config = replace(parts.scheduler.config, max_ranked=100, policy=policy)
+    config = replace(parts.scheduler.config, max_ranked=100, first_ranked=40, policy=policy)
     engine = Engine(Scheduler(parts.cache, config), runner)
     return Runtime.from_parts(replace(parts, engine=engine))
 
@@ -79,7 +78,7 @@ def test_requests_that_are_made_late_run_as_if_all_had_been_there(
     at_first: list[int] = []
     with many(runner, policy) as runtime:
         late = runtime.generate(prompts, params)
-    assert at_first == [100 + MAX_LOOK_AHEAD]
+    assert at_first == [40]
     monkeypatch.setattr(listed, "FEWEST", 10**9)
     other = NotedRunner()
     with many(other, policy) as runtime:
