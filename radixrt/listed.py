@@ -268,6 +268,8 @@ class LateTexts(LateRequests):
         self._builder, self._tree, self._texts = builder, tree, texts
         self._models, self._kind, self._own_ids, self._call = models, kind, ids, call
         self.priority = models[0].priority
+        tokenizer = builder.tokenizer
+        self._may_be_unknown = tokenizer is None or tokenizer.vocab_size > builder.config.vocab_size
         self._encoded: list[Int32Array] = []  # by place, up to the first that cannot run
         self._errors: dict[int, Exception] = {}
         self._has_begun = self._is_over = False
@@ -333,7 +335,8 @@ class LateTexts(LateRequests):
         for number, ids in zip(self._tree.order[place:], block, strict=False):
             kind = self._kind[number]
             try:
-                self._builder.check_ids(ids)
+                if not len(ids) or self._may_be_unknown:
+                    self._builder.check_ids(ids)
                 if len(ids) > longest[kind]:
                     self._builder.build(ids, self._models[kind].params, index=number)
                     longest[kind] = len(ids)

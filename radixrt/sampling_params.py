@@ -288,8 +288,10 @@ class SamplingParams:
 
     def first_scored(self, prompt_len: int) -> int | None:
         """The first of `prompt_len` tokens whose log-probability is wanted; None if none is."""
+        if self.prompt_logprobs is None:
+            return None
         first = max(1, self.prompt_logprobs_start)
-        return first if self.prompt_logprobs is not None and first < prompt_len else None
+        return first if first < prompt_len else None
 
     def match_limit(self, prompt_len: int) -> int:
         """Leading tokens of a prompt that may come from the cache: the others are computed for their logits."""

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 CALLS_PER_COLLECTION = 1000  # calls that left none in progress
-NEW_OBJECTS = 10_000  # after which new ones are looked through; Python's default is 700
+# After so many, new ones are looked through; Python's default is 700. A prompt takes some ten until its output is
+# told: of a list of thousands, none of which is garbage, each look would take milliseconds.
+NEW_OBJECTS = 100_000
 
 _lock = threading.RLock()  # the collector may end a forgotten call here
 _calls = 0  # in progress, of all threads

@@ -128,8 +128,8 @@ class Bookkeeper:
             counts = not admission.waiting or admission.waiting[0].place > answer.place
             reusable_len = answer.request.reusable_len if counts else None
             admission.release(answer, reusable_len, is_sound=reason is not FinishReason.ERROR)
-        if answer.num_output:
-            admission.estimate.ended(answer.num_output)
+        if num_output := answer.num_output:
+            admission.estimate.ended(num_output)
         log.finish_reason, log.error, log.finished_at = reason, error, time.perf_counter()
 
     def _book(

@@ -135,20 +135,20 @@ class Scheduler:
         requests = list(requests)
         self.check(requests)
         at = time.perf_counter() if submitted_at is None else submitted_at
-        order: Sequence[int] = range(len(requests))
-        if self.sorts and not (in_order or is_sorted):
-            order = sorted(order, key=lambda i: sort_key(requests[i].prompt_ids))
         first = self.new_arrivals(len(requests)) if arrival is None else arrival
-        queued = [
-            Answer(requests[i], number, RequestLog(at), in_order, requests[i].first_answer)
-            for number, i in enumerate(order, first)
+        numbers: Sequence[int] = range(first, first + len(requests))  # by request
+        if self.sorts and not (in_order or is_sorted):
+            order = sorted(range(len(requests)), key=lambda i: sort_key(requests[i].prompt_ids))
+            numbers = [number for _, number in sorted(zip(order, numbers, strict=True))]
+        answers = [
+            Answer(request, number, RequestLog(at), in_order, request.first_answer)
+            for request, number in zip(requests, numbers, strict=True)
         ]
-        by_request = dict(zip(order, queued, strict=True))
-        at_end = self.waiting[-1:]
+        last, queued = self.waiting[-1:], sorted(answers, key=place_of)  # in no time if they are in order
         self.waiting.extend(queued)
-        if any(one.place > other.place for one, other in itertools.pairwise((*at_end, *queued))):
+        if last and queued and last[0].place > queued[0].place:
             self.waiting.sort(key=place_of)
-        return [by_request[i] for i in range(len(requests))]
+        return answers
 
     def next_pass(self) -> Booking | None:
         """Plan a pass. None if nothing is left to do, or all of it waits for passes in flight.

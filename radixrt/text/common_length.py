@@ -6,11 +6,19 @@ The process that renders chat templates loads this file by itself: it imports no
 from __future__ import annotations
 
 
-def common_length(one: str, other: str) -> int:
-    """Characters that two texts begin with alike, by halves: slices are compared at the speed of memory."""
+def common_length(one: str, other: str, guess: int = 0) -> int:
+    """Characters that two texts begin with alike: slices are compared at the speed of memory, each twice as long as
+    the one before from `guess` on, then by halves.
+    """
     low, high = 0, min(len(one), len(other))
-    if one[:high] == other[:high]:
+    if 0 < guess < high and other.startswith(one[:guess]):
+        low = guess
+    step = 16
+    while low + step < high and one[low : low + step] == other[low : low + step]:
+        low, step = low + step, 2 * step
+    if low + step >= high and one[low:high] == other[low:high]:
         return high
+    high = min(high, low + step)
     while high - low > 1:
         middle = (low + high) // 2
         if one[low:middle] == other[low:middle]:

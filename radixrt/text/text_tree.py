@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
@@ -37,10 +38,11 @@ class TextTree:
         known = {0: np.array(lead, np.int32)}  # ids of beginnings of the last text, by their lengths
         last, place, room = "", 0, FIRST
         while place < len(self.order):
-            block, shared, size = [last], [0], 0
+            block, shared, size, common = [last], [0], 0, 0
             while place < len(self.order) and size < room:
                 text = self._texts[self.order[place]]
-                shared.append(self._shared(block[-1], text))
+                common = common_length(block[-1], text, common)
+                shared.append(self._shared(block[-1], text, common))
                 size += len(text) - shared[-1]
                 block.append(text)
                 place += 1
@@ -48,9 +50,8 @@ class TextTree:
             yield ids
             last, room = block[-1], min(2 * room, LARGEST)
 
-    def _shared(self, one: str, other: str) -> int:
-        """Characters that two texts begin with alike, up to a cut or the end of both."""
-        common = common_length(one, other)
+    def _shared(self, one: str, other: str, common: int) -> int:
+        """Of the characters that two texts begin with alike, those up to a cut, or all where both end."""
         return common if common == len(one) == len(other) else self._cuts.last(other, 0, common)
 
     def _encoded(
@@ -66,7 +67,7 @@ class TextTree:
         new = [node for node in range(len(depth)) if node not in whole]
         stretches = [self._stretch(block[first[node]], depth[parent[node]], depth[node]) for node in new]
         stretches += [self._stretch(block[i], depth[above[i]], None) for i in range(1, len(block))]
-        found = iter([np.array(ids, np.int32) for ids in encode(stretches)])
+        found = iter(_arrays(encode(stretches)))
         for node in new:
             whole[node] = np.concatenate([whole[parent[node]], next(found)])
         texts = [np.concatenate([whole[above[i]], next(found)]) for i in range(1, len(block))]
@@ -79,3 +80,10 @@ class TextTree:
     def _stretch(self, text: str, begin: int, end: int | None) -> str:
         """What is encoded of a text from one place to another."""
         return text[begin + 1 : end] if begin and self._cuts.drops_blank else text[begin:end]
+
+
+def _arrays(lists: Sequence[Sequence[int]]) -> list[Int32Array]:
+    """Each list as an array, of which all are parts of one."""
+    ends = list(accumulate(map(len, lists), initial=0))
+    ids = np.fromiter(chain.from_iterable(lists), np.int32, ends[-1])
+    return [ids[begin:end] for begin, end in pairwise(ends)]
