@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from radixrt.cache.radix_tree import Namespace, Node, RadixTree
+from radixrt.cache.radix_tree import DEVICE, HOST, Namespace, Node, RadixTree
 
 HERE, THERE = Namespace(), Namespace(tenant="there")
 
@@ -170,6 +170,16 @@ def test_a_node_stands_for_its_path_over_splits() -> None:
     assert [n.lock for n in tree.path(node)] == [1, 1, 1]
     tree.unlock(node)
     assert tree.locked_tokens == 0
+
+
+def test_a_path_that_has_left_the_device_has_other_slots_when_it_is_back() -> None:
+    tree = RadixTree()
+    node, _ = put(tree, HERE, array([1, 2]), array([1, 2]))
+    assert tree.slots_of(node).tolist() == [1, 2]
+    tree.attach(node, HOST, array([7, 8]))
+    tree.detach(node, DEVICE)
+    tree.attach(node, DEVICE, array([3, 4]))
+    assert tree.slots_of(node).tolist() == [3, 4]
 
 
 def test_tokens_and_slots_must_agree() -> None:

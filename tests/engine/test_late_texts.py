@@ -230,6 +230,15 @@ def test_a_text_that_the_vocabulary_lacks(monkeypatch: pytest.MonkeyPatch) -> No
         assert is_empty(runtime)
 
 
+def test_ids_that_the_model_lacks() -> None:
+    parts = simulated_parts(NotedRunner(), RunLimits(4000, 50, 400), CONTEXT, vocab_size=50, tokenizer=TOKENIZER)
+    texts = texts_of(300)
+    with Runtime.from_parts(parts) as runtime:
+        with pytest.raises(PromptError, match="holds token id .*; the model's ids are 0 to 49"):
+            runtime.generate(texts, SHORT)
+        assert is_empty(runtime)
+
+
 def test_a_list_that_is_left_is_encoded_no_further(halted: threading.Event) -> None:
     with runtime_of(NotedRunner()) as runtime:
         for _ in runtime.generate_iter(texts_of(3000), SHORT):

@@ -79,6 +79,14 @@ def test_what_is_booked_on_its_own(asked: Request, is_special: bool) -> None:
     assert table.is_special[0] == is_special
 
 
+@pytest.mark.parametrize(
+    ("asked", "begins_alone"), [(request(), False), (request(n=2), True), (request(logprobs=0), True)]
+)
+def test_whose_first_tokens_are_booked_on_their_own(asked: Request, begins_alone: bool) -> None:
+    table, _ = table_with(asked)
+    assert table.begins_alone[0] == begins_alone
+
+
 def test_what_runs_no_more_outlives_its_row() -> None:
     table, (answer, other) = table_with(request(), request())
     table.allocated_lens[0] = 3
