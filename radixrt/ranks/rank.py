@@ -260,10 +260,14 @@ def assemble_rank(
     if scales is not None:
         kv_pool.set_scales(scales)
     host_pool = _host_pool(config, group, layout, kv_pool)
-    runner = ModelRunner(decoder, rows, kv_pool, device, host_pool, captured=captured, tree=tree)
     graphs_began = time.perf_counter()
     with room_for_passes():
-        runner.capture_graphs()
+        runner = ModelRunner(decoder, rows, kv_pool, device, host_pool, captured=captured, tree=tree)
+        runner.capture_largest()
+        # Several ranks capture the rest now, too, all at once: if one of them alone had no memory for it later, the
+        # others would wait for that one.
+        while group.shape.size > 1 and runner.capture_next(spares_memory=False):
+            pass
     seconds["graphs"] = time.perf_counter() - graphs_began
     parts = RankParts(folder, decoder, whole_config, limits, rows, kv_pool, host_pool, runner, products, seconds)
     _log_made(parts, layout)
@@ -317,7 +321,8 @@ def _log_made(parts: RankParts, layout: KVLayout) -> None:
         told = "products: %d shapes compared in %.1f s; torch's are replaced at some sizes in %d of them"
         _log.info(told, len(products), seconds["products"], replaced)
     if graphs := len(parts.runner.executor.graphs):
-        _log.info("graphs: %d captured in %.1f s", graphs, seconds["graphs"])
+        told = "graphs: %d captured in %.1f s, and those of %d kinds of passes when the first of each comes"
+        _log.info(told, graphs, seconds["graphs"], parts.runner.num_uncaptured)
 
 
 def _log_host(host_pool: HostKVPool, layout: KVLayout) -> None:

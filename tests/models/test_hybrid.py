@@ -192,7 +192,8 @@ def runner_of(model: Decoder, *, captures: bool) -> ModelRunner:
     tuning = Tuning(token_sizes=(8, 24), recorder=Recomputing, planner=planner)
     captured = PassLimits(5, 24) if captures else NO_PASSES
     runner = ModelRunner(model, rows, pool, CPU, captured=captured, tuning=tuning)
-    runner.capture_graphs()
+    while runner.capture_next():
+        pass
     return runner
 
 
