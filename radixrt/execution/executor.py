@@ -88,8 +88,8 @@ class Executor:
         self.graphs: dict[Hashable, Launch] = {}  # forward passes by PassKey, draws by shape and features
 
     def reserve(self, largest: Iterable[PackedPass], recorder: GraphRecorder) -> None:
-        """Make the places of captured passes, of which these are the largest, idle ones with a key. Words come in at
-        one fixed place on the device; logits, flags and tokens come out at others.
+        """Make the places of captured passes, of which these are the largest, idle ones with a key. Words come in
+        at one fixed place on the device; logits, flags and tokens come out at others.
         """
         self._recorder, passes = recorder, {packed.key: packed for packed in largest if packed.key is not None}
         shapes = [key.shape for key in passes]
@@ -120,9 +120,9 @@ class Executor:
     def capture(
         self, idle: PackedPass, draws: Iterable[Features] = CAPTURED_DRAWS, *, spares_memory: bool = False
     ) -> None:
-        """Capture the forward passes of an idle pass's key, and these draws of decodes, as far as that has not been
-        done. Raises torch.OutOfMemoryError where there is no memory for a graph; or, if it `spares_memory`, has the
-        kernels launched one by one.
+        """Capture the forward passes of an idle pass's key, and these draws of decodes, as far as that has not
+        been done. Raises torch.OutOfMemoryError where there is no memory for a graph; or, if it `spares_memory`,
+        has the kernels launched one by one.
 
         Passes may be in flight. What runs here comes after all that has been launched, and so after their results
         have been copied out of the fixed places. It writes there and, like all padding, to what belongs to no

@@ -107,7 +107,7 @@ class GraphRecorder:
             with (
                 _one_at_a_time,
                 _garbage_left_alone(),
-                torch.cuda.stream(stream),  # torch's own context does not go back where the capture cannot be ended
+                torch.cuda.stream(stream),  # torch's own context does not go back where a capture cannot be ended
                 torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
             ):
                 compute()

@@ -78,9 +78,10 @@ class _Prepared:
 class ModelRunner:
     """The `Runner` that computes a model's passes, or those of a stage, of which the last one draws.
 
-    Passes of as many requests as `captured` says, or MAX_CAPTURED_BATCH, run as captured graphs; so do those with as
-    many tokens of extends, where a model is small enough to gain by it. The first pass of each key captures its
-    graph, unless that has been done before. With `tree` requests read what they share once for all of them, where that is cheaper.
+    Passes of as many requests as `captured` says, or MAX_CAPTURED_BATCH, run as captured graphs; so do those with
+    as many tokens of extends, where a model is small enough to gain by it. The first pass of each key captures its
+    graph, unless that has been done before. With `tree` requests read what they share once for all of them, where
+    that is cheaper.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class ModelRunner:
         self._mover = None if host_pool is None else KVMover(kv_pool, host_pool, device, placement.impl)
         self.executor = Executor(model, rows, kv_pool, tuning.max_scored_at_once)
 
-        # The largest come first, those with extends before decodes: the others fit into the memory of their graphs.
+        # The largest come first, extends before decodes: the others fit into the memory of their graphs.
         self._keys = list(self._builder.keys(reversed(shapes)))
         self._largest = list(self._builder.keys(reversed(largest_shapes(shapes))))
         if shapes:
@@ -137,8 +138,8 @@ class ModelRunner:
                 self.executor.capture(self._builder.idle(key))
 
     def capture_next(self, *, spares_memory: bool = True) -> bool:
-        """Capture the graphs of one more key, between passes whose draws have begun; see `Executor.capture`. Returns
-        False if there was none left to do.
+        """Capture the graphs of one more key, between passes whose draws have begun; see `Executor.capture`.
+        Returns False if there was none left to do.
         """
         key = next((key for key in self._keys if self.executor.lacks(key)), None)
         if key is None:

@@ -264,8 +264,8 @@ def assemble_rank(
     with room_for_passes():
         runner = ModelRunner(decoder, rows, kv_pool, device, host_pool, captured=captured, tree=tree)
         runner.capture_largest()
-        # Several ranks capture the rest now, too, all at once: if one of them alone had no memory for it later, the
-        # others would wait for that one.
+        # Several ranks capture the rest now, too, all at once: if one of them alone had no memory for it later,
+        # the others would wait for that one.
         while group.shape.size > 1 and runner.capture_next(spares_memory=False):
             pass
     seconds["graphs"] = time.perf_counter() - graphs_began

@@ -576,8 +576,8 @@ def run_with_forms(
 ) -> list[list[int]]:
     """Tokens of answers in a form, step by step, with `between` after each."""
     params = [replace(GREEDY, max_new_tokens=5 + place % 7) for place in range(len(prompts))]
-    requests = [runtime.prepare(*both, index=place) for place, both in enumerate(zip(prompts, params, strict=True))]
-    runtime.submit(*(replace(request, form=STEPS) for request in requests))
+    requests = map(runtime.prepare, prompts, params)
+    runtime.submit(*(replace(request, index=n, form=STEPS) for n, request in enumerate(requests)))
     outputs = []
     while runtime.has_work:
         outputs += runtime.step()
