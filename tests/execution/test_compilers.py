@@ -58,6 +58,7 @@ def test_they_start_with_the_first_kernel_that_is_not_there(
 
     heard, started = list[Any](), list[tuple[Compiled, int]]()
     monkeypatch.setattr(compilers, "start_compilers", lambda *asked: started.append(asked))
+    monkeypatch.setattr(compilers, "MOST", 8)
     monkeypatch.setattr(compilers, "usable_processors", lambda: 16)
     monkeypatch.setattr(knobs.compilation, "listener", listener := lambda **told: heard.append(told["cache_hit"]))
     with compilers_beside(compiled):
@@ -66,7 +67,7 @@ def test_they_start_with_the_first_kernel_that_is_not_there(
             assert len(started) == count
     assert knobs.compilation.listener is listener
     assert heard == [True, False, False]
-    assert started == [(compiled, compilers.MOST)]
+    assert started == [(compiled, 8)]
     monkeypatch.setattr(compilers, "usable_processors", lambda: 2)
     with compilers_beside(compiled):
         assert knobs.compilation.listener is listener
