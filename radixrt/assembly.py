@@ -215,6 +215,7 @@ def _assembled(
         output_of=partial(request_output, tokenizer=tokenizer),
         products=rank.products,
         start_up=rank.seconds,
+        capture_next=rank.runner.capture_next,
         free_device=_free_gpu if on_gpu else lambda: None,
         close=(lambda: None) if followers is None else followers.close,
     )

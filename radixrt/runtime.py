@@ -95,7 +95,7 @@ class Runtime:
         seed, limits: of the run.
         reuses_prefixes: whether what prompts share is computed once.
         start_up: seconds: "weights", "products" (comparing them; only if deterministic), "memory" (running the
-            largest pass, to measure it), "graphs", and "total".
+            largest pass, to measure it), "graphs" (capturing the largest), and "total".
         products: if deterministic, a `ProductTable` for each shape of weights: the numbers of rows at which
             torch's product has the right bits, and those at which another one stands in.
 
@@ -570,6 +570,24 @@ class Runtime:
     def activity(self) -> Activity:
         """Work and time of all passes up to the end of the last step; from any thread. Two of them subtract."""
         return self.parts.engine.activity
+
+    def capture_graphs(self) -> None:
+        """Capture the graphs of all passes that will have one, some seconds' work, while no pass runs.
+
+        By itself a Runtime captures each at the first pass that needs it, which then takes some hundredths of a
+        second more. Servers and measurements do so before the first request. From any thread; requests that run go
+        on between two graphs. Without graphs, as on a CPU, and again: nothing.
+        """
+        parts = self.parts
+
+        def capture_next() -> bool:
+            parts.engine.start_draws()
+            return parts.capture_next()
+
+        are_left = True
+        while are_left:
+            with deferred():
+                are_left = self._driver.between_passes(capture_next)
 
     # -- the cache, the weights and the end ----------------------------------------------------------------
 

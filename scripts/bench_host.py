@@ -203,11 +203,10 @@ def host_runtime(
     shape = KernelShape(GPU(90, 132), num_heads=16, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
     rows = parts.cache.rows
     planner = AttentionPlanner(shape, [None], rows.req_to_token, torch.bfloat16, tree=True)
-    runner.builder = PassBuilder(
-        planner, captured_shapes(max_running, CHUNK, NUM_WEIGHTS), padding_row=rows.max_requests - 1
-    )
-    for _ in runner.builder.idle_passes():
-        pass
+    shapes = captured_shapes(max_running, CHUNK, NUM_WEIGHTS)
+    runner.builder = PassBuilder(planner, shapes, padding_row=rows.max_requests - 1)
+    for key in runner.builder.keys(shapes):  # as graphs are captured
+        runner.builder.idle(key)
     return Runtime.from_parts(parts), runner
 
 

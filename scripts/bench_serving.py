@@ -148,6 +148,7 @@ def runtime_of(given: argparse.Namespace) -> Iterator[Runtime]:
             most = given.max_running_requests
             runtime = Runtime(folder, load_format="dummy", device=given.device, max_running_requests=most)
         with runtime:
+            runtime.capture_graphs()  # as a server does
             yield runtime
 
 

@@ -167,6 +167,7 @@ def _tokens(runtime: Runtime, options: Options, seed: int, count: int) -> np.nda
 def _warm_up(runtime: Runtime, options: Options) -> None:
     """Warm up with two other documents, which then leave the cache."""
     _round(runtime, options, (2**32, 2**32 + 1), 0)
+    runtime.capture_graphs()
     runtime.flush_cache()
 
 

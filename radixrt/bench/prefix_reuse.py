@@ -208,6 +208,7 @@ def _warm_up(runtime: Runtime) -> None:
     )
     for _ in play(program, lambda prompts: answer(runtime, prompts)):
         pass
+    runtime.capture_graphs()
 
 
 def _run(runtime: Runtime, name: str, options: Options, repetition: int) -> Run:

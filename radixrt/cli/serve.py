@@ -176,6 +176,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         switching_soon(),
         StreamWriters(runtime.tokenizer, arguments.stream_writers, limits.idle_seconds) as writers,
     ):
+        runtime.capture_graphs()  # else the first requests would wait for them
         host, port = socket.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         parsers = chosen(runtime.tokenizer, arguments.tool_parser, arguments.reasoning_parser)

@@ -105,7 +105,7 @@ class Engine:
         booking = self.scheduler.next_pass()
         if booking is not None and self._filling is not None:
             self._prepare(booking)
-        self._end_filling()
+        self.start_draws()
         if booking is not None:
             self._in_flight.append(self._launch(booking))
         launched()
@@ -189,8 +189,10 @@ class Engine:
         """The thread that fills masks."""
         return ThreadPoolExecutor(1, thread_name_prefix="radixrt-masks")
 
-    def _end_filling(self) -> None:
-        """Start the draws for which another thread fills masks, if there are any."""
+    def start_draws(self) -> None:
+        """Start the draws for which another thread fills masks, if there are any: then nothing is read any more of
+        the places of the last pass but what has been launched.
+        """
         if self._filling is not None:
             (masks, filled), self._filling = self._filling, None
             try:

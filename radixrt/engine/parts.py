@@ -51,6 +51,8 @@ class Parts:
     output_of: Callable[[Answer], RequestOutput]  # of the first answer to a prompt, once all have ended
     start_up: Mapping[str, float] = field(default_factory=dict)  # seconds, as in Runtime
     products: tuple[ProductTable, ...] = ()  # of a deterministic model
+    # Captures more graphs, between passes whose draws have begun; False: none are left. As in ModelRunner.
+    capture_next: Callable[[], bool] = lambda: False
     free_device: Callable[[], None] = lambda: None  # gives unused memory back to the device
     close: Callable[[], None] = lambda: None  # ends other processes of the model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.arrays import Int32Array
 from radixrt.execution.graphs import CAPTURED_DRAWS, GraphRecorder, Launch, PassShape
-from radixrt.execution.pass_builder import PackedPass
+from radixrt.execution.pass_builder import PackedPass, PassKey
 from radixrt.execution.sampling.sampler import Arrays, draw_logprobs, sample_plain, sample_processed
 from radixrt.execution.staging import Staging
 from radixrt.models.decoder import Decoder
@@ -27,6 +28,8 @@ from triton_ops.row_tables import known_tokens, write_cells
 from triton_ops.sampling.logit_masks import mask_rows
 from triton_ops.sampling.logprobs import token_logprobs
 from triton_ops.sampling.sample import finite_rows
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -84,11 +87,11 @@ class Executor:
             self._masks = Staging(device, 1)
         self.graphs: dict[Hashable, Launch] = {}  # forward passes by PassKey, draws by shape and features
 
-    def capture(self, idle_passes: Iterable[PackedPass], recorder: GraphRecorder) -> None:
-        """Capture the forward passes of idle passes, which have a key each, and the draws of decodes. Words come
-        in at one fixed place on the device; logits, flags and tokens come out at others.
+    def reserve(self, largest: Iterable[PackedPass], recorder: GraphRecorder) -> None:
+        """Make the places of captured passes, of which these are the largest, idle ones with a key. Words come in
+        at one fixed place on the device; logits, flags and tokens come out at others.
         """
-        passes = {packed.key: packed for packed in idle_passes if packed.key is not None}
+        self._recorder, passes = recorder, {packed.key: packed for packed in largest if packed.key is not None}
         shapes = [key.shape for key in passes]
         device, max_rows = self.last_token.device, max(shape.num_rows for shape in shapes)
         if not self._stage.is_whole:
@@ -103,17 +106,56 @@ class Executor:
         self._token_ids, self._has_token = self.results[0], self.results[1].view(torch.bool)
         self._decode_inputs: dict[PassShape, Arrays] = {}
         self._staging.fix(max(len(packed.words) for packed in passes.values()))
-        for key, packed in passes.items():
-            inputs, shape = packed.inputs.tensors(self._staging.upload(packed.words)), key.shape
-            handed = None if self._stage.is_first else self._handed[: packed.num_tokens]
-            compute = partial(self._compute, packed, inputs, handed)
-            warm_up = partial(compute, num_blocks=self._model.num_unlike_blocks)
-            self.graphs[key] = recorder.captured(compute, warm_up)
-            if shape.is_decode and shape not in self._decode_inputs and self._stage.is_last:
-                self._decode_inputs[shape] = inputs
-                for features in CAPTURED_DRAWS:
+
+    def lacks(self, key: PassKey, draws: Iterable[Features] = CAPTURED_DRAWS) -> bool:
+        """Whether `capture` has something to do: for the passes of a key, or of decodes for draws that are
+        captured.
+        """
+        if key not in self.graphs:
+            return True
+        if not key.shape.is_decode or not self._stage.is_last:
+            return False
+        return any((key.shape, each) not in self.graphs for each in draws if each in CAPTURED_DRAWS)
+
+    def capture(
+        self, idle: PackedPass, draws: Iterable[Features] = CAPTURED_DRAWS, *, spares_memory: bool = False
+    ) -> None:
+        """Capture the forward passes of an idle pass's key, and these draws of decodes, as far as that has not
+        been done. Raises torch.OutOfMemoryError where there is no memory for a graph; or, if it `spares_memory`,
+        has the kernels launched one by one.
+
+        Passes may be in flight. What runs here comes after all that has been launched, and so after their results
+        have been copied out of the fixed places. It writes there and, like all padding, to what belongs to no
+        request; the words of the next pass are sent after it. What is captured does not run.
+        """
+        assert idle.key is not None
+        key, shape = idle.key, idle.key.shape
+        self._staging.upload(idle.words, idle.inputs.num_words)
+        inputs = idle.inputs.tensors(self._staging.fixed)
+        launch = partial(self._recorded, shape, spares_memory=spares_memory)
+        if key not in self.graphs:
+            handed = None if self._stage.is_first else self._handed[: idle.num_tokens]
+            compute = partial(self._compute, idle, inputs, handed)
+            self.graphs[key] = launch(compute, partial(compute, num_blocks=self._model.num_unlike_blocks))
+        if shape.is_decode and self._stage.is_last:
+            self._decode_inputs[shape] = inputs
+            for features in draws:
+                if features in CAPTURED_DRAWS and (shape, features) not in self.graphs:
                     draw = partial(self._draw_decodes, shape, features)
-                    self.graphs[shape, features] = recorder.captured(draw, draw)
+                    self.graphs[shape, features] = launch(draw, draw)
+
+    def _recorded(self, shape: PassShape, compute: Launch, warm_up: Launch, *, spares_memory: bool) -> Launch:
+        try:
+            return self._recorder.captured(compute, warm_up)
+        except torch.OutOfMemoryError as error:
+            if not spares_memory:
+                raise
+            _log.warning(
+                "there is no memory for a graph of passes with %d prompt tokens and %d decodes, whose kernels are "
+                "launched one by one from now on: %s",
+                *(shape.num_tokens, shape.num_rows, str(error).partition("\n")[0]),
+            )
+        return compute
 
     def forward(self, pass_: Pass, packed: PackedPass) -> Forward:
         """Start a pass, up to its logits."""

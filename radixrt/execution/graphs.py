@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -66,24 +68,66 @@ def captured_shapes(
     ]
 
 
+def largest_shapes(shapes: list[PassShape]) -> list[PassShape]:
+    """Those of each kind into whose memory the others' graphs fit, in their order: no other one has as many tokens
+    and rows, or more.
+    """
+    return [
+        shape
+        for shape in shapes
+        if not any(
+            other.is_decode == shape.is_decode
+            and other.num_tokens >= shape.num_tokens
+            and other.num_rows >= shape.num_rows
+            for other in shapes
+            if other != shape
+        )
+    ]
+
+
 class GraphRecorder:
-    """Captures CUDA graphs that never run side by side: what they need in between is in one pool of memory."""
+    """Captures CUDA graphs that never run side by side: what they need in between is in one pool of memory.
+
+    Passes may be in flight meanwhile: torch waits for them, and gives the memory that they have left back to the
+    device, before a capture begins.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     def captured(self, compute: Launch, warm_up: Launch) -> Launch:
-        """What launches a graph of `compute`, after `warm_up`, which makes all that is made on first use."""
+        """What launches a graph of `compute`, after `warm_up`, which makes all that is made on first use. Raises
+        torch.OutOfMemoryError where there is no memory for it.
+        """
         warm_up()
         graph = torch.cuda.CUDAGraph()
         stream = _capture_stream(self._device)
-        with (
-            _one_at_a_time,
-            torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
-        ):
-            compute()
+        try:
+            with (
+                _one_at_a_time,
+                _garbage_left_alone(),
+                torch.cuda.stream(stream),  # torch's own context does not go back where a capture cannot be ended
+                torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
+            ):
+                compute()
+        except torch.AcceleratorError as error:
+            if "out of memory" in str(error):  # the driver's own, where it makes the graph ready
+                raise torch.OutOfMemoryError(str(error)) from error
+            raise
         return graph.replay
+
+
+@contextmanager
+def _garbage_left_alone() -> Iterator[None]:
+    """What a user's garbage frees on the device in the middle of a capture would end it."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @cache

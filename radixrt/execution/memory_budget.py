@@ -100,7 +100,7 @@ def measured_pass_memory(
     passes = before - free()
     torch.cuda.empty_cache()
     between = free()
-    runner.capture_graphs(max_shapes=1)
+    runner.capture_largest()
     graphs = between - free()
     partials = runner.planner.max_partial_bytes(limits.max_running_requests, limits.chunked_prefill_size)
     del runner, pool

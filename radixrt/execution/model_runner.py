@@ -20,7 +20,7 @@ from radixrt.errors import DeviceLostError
 from radixrt.execution.attention.flat import KernelShape
 from radixrt.execution.attention.planner import AttentionPlanner
 from radixrt.execution.executor import Executor, Forward
-from radixrt.execution.graphs import TOKEN_SIZES, GraphRecorder, captured_shapes
+from radixrt.execution.graphs import TOKEN_SIZES, GraphRecorder, captured_shapes, largest_shapes
 from radixrt.execution.in_flight import HostCopies, HostCopy, PassTimer, TimedPass
 from radixrt.execution.kv_mover import KVMover
 from radixrt.execution.pass_builder import MAX_PLAN_PASSES, PackedPass, PassBuilder
@@ -78,9 +78,10 @@ class _Prepared:
 class ModelRunner:
     """The `Runner` that computes a model's passes, or those of a stage, of which the last one draws.
 
-    Passes of as many requests as `captured` says, or MAX_CAPTURED_BATCH, run as captured graphs, once
-    `capture_graphs` has been called; so do those with as many tokens of extends, where a model is small enough to
-    gain by it. With `tree` requests read what they share once for all of them, where that is cheaper.
+    Passes of as many requests as `captured` says, or MAX_CAPTURED_BATCH, run as captured graphs; so do those with
+    as many tokens of extends, where a model is small enough to gain by it. The first pass of each key captures its
+    graph, unless that has been done before. With `tree` requests read what they share once for all of them, where
+    that is cheaper.
     """
 
     def __init__(
@@ -113,21 +114,44 @@ class ModelRunner:
             superblock=SUPERBLOCK if placement.deterministic else None,
         )
         max_batch, max_tokens = captured.max_running_requests, captured.chunked_prefill_size
-        self._shapes = captured_shapes(max_batch, max_tokens, model.num_weights, tuning.token_sizes)
+        shapes = captured_shapes(max_batch, max_tokens, model.num_weights, tuning.token_sizes)
         padding_row, most = rows.max_requests, tuning.max_plan_passes
         self._builder = PassBuilder(
-            self.planner, self._shapes, padding_row, most, model.stage.count, keeps_states=config.keeps_states
+            self.planner, shapes, padding_row, most, model.stage.count, keeps_states=config.keeps_states
         )
         self._prepared: _Prepared | None = None
         self.launched_words: Int32Array = np.zeros(0, np.int32)  # of the pass that was launched last
         self._mover = None if host_pool is None else KVMover(kv_pool, host_pool, device, placement.impl)
         self.executor = Executor(model, rows, kv_pool, tuning.max_scored_at_once)
 
-    def capture_graphs(self, max_shapes: int | None = None) -> None:
-        """Capture the graphs of all passes that are to have one, or of the `max_shapes` largest of each kind."""
-        if self._shapes:
+        # The largest come first, extends before decodes: the others fit into the memory of their graphs.
+        self._keys = list(self._builder.keys(reversed(shapes)))
+        self._largest = list(self._builder.keys(reversed(largest_shapes(shapes))))
+        if shapes:
             with torch.inference_mode(), self._on_device():
-                self.executor.capture(self._builder.idle_passes(max_shapes), self._tuning.recorder(self.device))
+                self.executor.reserve(map(self._builder.idle, self._largest), tuning.recorder(device))
+
+    def capture_largest(self) -> None:
+        """Capture the graphs that need most memory; best before all others. Raises torch.OutOfMemoryError."""
+        with torch.inference_mode(), self._on_device():
+            for key in self._largest:
+                self.executor.capture(self._builder.idle(key))
+
+    def capture_next(self, *, spares_memory: bool = True) -> bool:
+        """Capture the graphs of one more key, between passes whose draws have begun; see `Executor.capture`.
+        Returns False if there was none left to do.
+        """
+        key = next((key for key in self._keys if self.executor.lacks(key)), None)
+        if key is None:
+            return False
+        with torch.inference_mode(), self._on_device():
+            self.executor.capture(self._builder.idle(key), spares_memory=spares_memory)
+        return True
+
+    @property
+    def num_uncaptured(self) -> int:
+        """Keys whose first passes capture graphs."""
+        return sum(map(self.executor.lacks, self._keys))
 
     def transfer(self, transfers: deque[KVTransfer]) -> None:
         assert self._mover is not None  # without a host's pool nothing is booked
@@ -151,6 +175,8 @@ class ModelRunner:
             packed = self._builder.build(pass_) if prepared is None else prepared.packed
             if isinstance(packed, Exception):
                 raise packed
+            if packed.key is not None and self.executor.lacks(packed.key, draws := (pass_.sampling.features,)):
+                self.executor.capture(self._builder.idle(packed.key), draws, spares_memory=True)
             self._timer.start()
             self.launched_words = packed.words
             forward = self.executor.forward(pass_, packed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import NamedTuple
@@ -84,7 +84,7 @@ class PackedPass:
 class PassBuilder:
     """Decides how each pass is computed, pads it, plans its attention, and packs all that it is told.
 
-    `shapes` are of passes that may be captured, of decodes and of others, each ascending. Padding belongs to no
+    `shapes` are of passes that are captured, of decodes and of others, each ascending. Padding belongs to no
     request: it reads nothing, writes its KV to slot 0 and its slots to `padding_row`, and where the model
     `keeps_states`, it begins with state 0 and leaves it. So do passes without states.
 
@@ -102,32 +102,28 @@ class PassBuilder:
         keeps_states: bool = False,
     ) -> None:
         self._keeps_states = keeps_states
-        self._planner, self._shapes = planner, shapes
-        self._padding_row, self._max_plan_passes = padding_row, max_plan_passes
-        # Shapes of which there are idle passes, ascending: others are not captured.
-        self._decodes: list[PassShape] = []
-        self._extends: list[PassShape] = []
+        self._planner, self._padding_row, self._max_plan_passes = planner, padding_row, max_plan_passes
+        self._decodes = [shape for shape in shapes if shape.is_decode]
+        self._extends = [shape for shape in shapes if not shape.is_decode]
         self._layouts: dict[PassKey, Layout] = {}  # of passes with extends
-        self._decode_words: dict[PassKey, list[_DecodeWords]] = {}  # one at first, and not more than lanes
+        self._decode_words: dict[PassKey, list[_DecodeWords]] = {}  # one at first use, and not more than lanes
         self._current: deque[_DecodeWords] = deque(maxlen=num_lanes)  # of the captured decodes before
         # Of the decodes before that were not captured, those used last at the end.
         self._growing = deque(_GrowingPlans(max_plan_passes) for _ in range(num_lanes))
 
-    def idle_passes(self, max_shapes: int | None = None) -> Iterator[PackedPass]:
-        """A pass of nothing but padding for each key, to be captured with: `build` uses these keys from then on.
-
-        The largest come first, as the others fit into the memory of their graphs; with `max_shapes`, only those of
-        so many shapes with extends and of decodes.
-        """
-        shapes = self._shapes[::-1]
-        extends = [shape for shape in shapes if not shape.is_decode][:max_shapes]
-        decodes = [shape for shape in shapes if shape.is_decode][:max_shapes]
-        self._extends, self._decodes = extends[::-1], decodes[::-1]
-        for shape in extends + decodes:
+    def keys(self, shapes: Iterable[PassShape]) -> Iterator[PassKey]:
+        """The keys of passes of these shapes, of each shape those first whose graphs need most memory."""
+        for shape in shapes:
             for kind in reversed(self._planner.shapes(shape.num_rows, shape.num_tokens)):
-                idle = self._idle_decode(shape, kind) if shape.is_decode else self._padded(NO_ROWS, shape, [kind])
-                assert idle is not None  # nothing is out of balance
-                yield idle
+                yield PassKey(shape, kind)
+
+    def idle(self, key: PassKey) -> PackedPass:
+        """A pass of nothing but padding, to be captured with."""
+        if key.shape.is_decode:
+            return self._words_of(key)[0].idle
+        idle = self._padded(NO_ROWS, key.shape, [key.plans])
+        assert idle is not None  # nothing is out of balance
+        return idle
 
     def _idle_decode(self, shape: PassShape, plan_shape: PlanShape) -> PackedPass:
         size = shape.num_rows
@@ -138,10 +134,7 @@ class PassBuilder:
         plans = self._planner.plan_padded_decodes(zeros, zeros, [plan_shape])
         # Plans come last: so the addresses of what draws read depend on the size alone.
         words, layout = packed({"input_ids": zeros, **host, **states, **draws, **plans.numbered()})
-        key = PassKey(shape, plan_shape)
-        idle = PackedPass(key, words, layout, plans, 0)
-        self._decode_words[key] = [_DecodeWords(idle)]
-        return idle
+        return PackedPass(PassKey(shape, plan_shape), words, layout, plans, 0)
 
     def build(self, pass_: Pass) -> PackedPass:
         """Pack a pass: in the smallest captured shape that it fits, or, if there is none, as it is."""
@@ -157,12 +150,18 @@ class PassBuilder:
         """Words for other requests than those of the last lanes, of which the oldest may be given up."""
         if len(self._current) == self._current.maxlen:
             self._current.popleft()
-        made = self._decode_words[key]
+        made = self._words_of(key)
         unused = next((words for words in made if words not in self._current), None)
         if unused is None:
             unused = made[0].another()
             made.append(unused)
         return unused
+
+    def _words_of(self, key: PassKey) -> list[_DecodeWords]:
+        """What has been made of a key, by now at the latest."""
+        if key not in self._decode_words:
+            self._decode_words[key] = [_DecodeWords(self._idle_decode(*key))]
+        return self._decode_words[key]
 
     def _shape_of(self, pass_: Pass) -> PassShape | None:
         num_extends, count = pass_.num_extends, pass_.num_rows
@@ -318,7 +317,7 @@ class _DecodeWords:
 
     def __init__(self, idle: PackedPass) -> None:
         words = idle.words.copy()
-        self._idle, self._idle_words, self._arrays = idle, idle.words, idle.inputs.parts(words)
+        self.idle, self._arrays = idle, idle.inputs.parts(words)
         plans = idle.plans.with_arrays(self._arrays[name] for name in idle.plans.numbered())
         self._packed = replace(idle, words=words, plans=plans)
         self.rows: Int32Array | None = None  # the very array of the requests'
@@ -326,13 +325,13 @@ class _DecodeWords:
 
     def another(self) -> _DecodeWords:
         """Of the same key, for other requests."""
-        return _DecodeWords(self._idle)
+        return _DecodeWords(self.idle)
 
     def begin(self, rows: Int32Array, plans: PassPlans[Int32Array], num_passes: int) -> None:
         """Fill in what does not change while the requests `rows` `[B]` decode by these plans."""
         most = plans.num_passes
         self.rows, self.passes_left = rows, num_passes if most is None else min(num_passes, most)
-        self._packed.words[:] = self._idle_words
+        self._packed.words[:] = self.idle.words
         self._arrays["req_pool_indices"][: len(rows)] = rows
         for place, array in zip(self._packed.plans.arrays(), plans.arrays(), strict=True):
             place[:] = array

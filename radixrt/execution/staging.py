@@ -48,7 +48,7 @@ class Staging:
         self._turn, self._num_buffers = 0, num_buffers
         events = range(num_buffers if self._on_gpu else 0)
         self._copied = [torch.cuda.Event() for _ in events]  # type: ignore[no-untyped-call]
-        self._fixed = torch.empty(0, dtype=torch.int32, device=device)
+        self.fixed = torch.empty(0, dtype=torch.int32, device=device)  # the one that stays where it is
         self._reserve(num_words)
 
     def _reserve(self, num_words: int) -> None:
@@ -63,8 +63,8 @@ class Staging:
 
     def fix(self, num_words: int) -> None:
         """From now on, keep one buffer where it is: graphs that read up to `num_words` of it know its address."""
-        assert not len(self._fixed)
-        self._fixed = torch.empty(2 * num_words, dtype=torch.int32, device=self._device)  # the rest is for extras
+        assert not len(self.fixed)
+        self.fixed = torch.empty(2 * num_words, dtype=torch.int32, device=self._device)  # the rest is for extras
 
     def upload(self, words: Int32Array, num_fixed: int = 0) -> Tensor:
         """A buffer on the device that begins with the words; the first `num_fixed` are in the fixed one, too."""
@@ -85,11 +85,11 @@ class Staging:
         """`upload` of the words that `begin` returned last."""
         assert np.may_share_memory(begun, self._words[self._turn])  # else others would be sent
         count, host = len(begun), self._host[self._turn]
-        is_long = count > len(self._fixed)
-        target = self._buffer if is_long else self._fixed
+        is_long = count > len(self.fixed)
+        target = self._buffer if is_long else self.fixed
         target[:count].copy_(host[:count], non_blocking=True)
         if is_long and num_fixed:
-            self._fixed[:num_fixed].copy_(host[:num_fixed], non_blocking=True)
+            self.fixed[:num_fixed].copy_(host[:num_fixed], non_blocking=True)
         if self._on_gpu:
             self._copied[self._turn].record()
         return target

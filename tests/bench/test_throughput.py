@@ -116,6 +116,8 @@ def test_everything_at_once(
         made.append(options)
         return Runtime(**options)
 
+    captured: list[Runtime] = []
+    monkeypatch.setattr(Runtime, "capture_graphs", lambda self: captured.append(self))
     monkeypatch.setattr(benchmark, "Runtime", runtime)
     options = shlex.split("""
         --scale cpu --repeat 2 --device cpu --bandwidth 1e6 --flops 1e9
@@ -144,6 +146,7 @@ def test_everything_at_once(
         nothing | {"deterministic": True},
     ]
     assert {options["max_running_requests"] for options in made} == {3}
+    assert len(captured) == len(made)  # but not where the start is measured, which another process does
 
     written = json.loads(report.read_text())
     assert set(written) == {"environment", "options", "shapes"}

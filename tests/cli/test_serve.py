@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from radixrt import Runtime
 from radixrt.cli import main
 
 pytest.importorskip("starlette", reason="starlette is not installed: pip install 'radixrt[server]'")
@@ -68,9 +69,11 @@ def test_empty_paths_are_not_the_current_folder(option: str, capsys: pytest.Capt
 
 def test_threads_are_switched_soon_while_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or each pass would wait 5 ms for the event loop."""
-    intervals, before = [], sys.getswitchinterval()
+    intervals, captured, before = [], list[Runtime](), sys.getswitchinterval()
+    monkeypatch.setattr(Runtime, "capture_graphs", lambda self: captured.append(self))
 
     def run(self: Listener, sockets: object) -> None:
+        assert len(captured) == 1  # before it listens
         intervals.append(sys.getswitchinterval())
         self.signal = signal.SIGTERM
 

@@ -7,9 +7,11 @@ surrounds a graph is the same.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,13 @@ from radixrt import FinishReason, PassError, RequestOutput, Runtime
 from radixrt import SamplingParams as Params
 from radixrt.cache.radix_tree import Namespace
 from radixrt.engine.engine import Engine
+from radixrt.errors import ParameterError, RadixrtError
 from radixrt.execution import executor, graphs
 from radixrt.execution.attention import planner as attention_planner
 from radixrt.execution.attention.pass_plans import CUT, WHOLE, PlanShape
 from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
 from radixrt.execution.executor import Executor, Forward
-from radixrt.execution.graphs import CAPTURED_DRAWS, ladder
+from radixrt.execution.graphs import CAPTURED_DRAWS, Launch, ladder
 from radixrt.execution.in_flight import PassTimer
 from radixrt.execution.model_runner import ModelRunner, Tuning
 from radixrt.execution.pass_builder import PackedPass, PassBuilder, PassKey
@@ -249,6 +252,7 @@ def test_a_pass_begins_on_the_device_once_the_host_has_planned_it(
         monkeypatch.setattr(owner, method, watched)
 
     with runtime_of(folder, chunked_prefill_size=chunk) as runtime:
+        runtime.capture_graphs()
         for method in ("begin", "start", "end"):
             watch(PassTimer, method, method)
         watch(PassBuilder, "build", "build")
@@ -512,6 +516,7 @@ def test_more_requests_than_run_at_once(
 @pytest.mark.parametrize("attention", ["tree", "flat"])
 def test_every_draw_is_captured_for_every_size(folder: Path, attention: str) -> None:
     with runtime_of(folder, max_running_requests=MERGES_BELOW, attention=attention) as runtime:
+        runtime.capture_graphs()
         forwards, draws = captured_keys(runtime)
     sizes = ladder(MERGES_BELOW)
     shapes = {(size, CUT) for size in sizes} | {(MERGES_BELOW, WHOLE)}
@@ -561,6 +566,127 @@ def test_graphs_warm_up_with_one_block_of_each_kind(
         assert asked.count(num_blocks) >= len(captured_keys(runtime)[0])
         runtime.generate(random_prompts(3), GREEDY)
         assert asked[-1] is None or device.type == "cuda"  # a pass itself runs them all
+
+
+# --- captured when they are needed ---
+
+
+def run_with_forms(
+    runtime: Runtime, prompts: list[list[int]], between: Callable[[], None] = lambda: None
+) -> list[list[int]]:
+    """Tokens of answers in a form, step by step, with `between` after each."""
+    params = [replace(GREEDY, max_new_tokens=5 + place % 7) for place in range(len(prompts))]
+    requests = map(runtime.prepare, prompts, params)
+    runtime.submit(*(replace(request, index=n, form=STEPS) for n, request in enumerate(requests)))
+    outputs = []
+    while runtime.has_work:
+        outputs += runtime.step()
+        between()
+    return [list(output.token_ids) for output in sorted(outputs, key=attrgetter("index"))]
+
+
+def test_graphs_may_be_captured_while_draws_wait_for_their_masks(folder: Path) -> None:
+    """Captures write where logits wait to be drawn from: those draws begin first."""
+    prompts = random_prompts(9, seed=31)
+    with runtime_of(folder, cuda_graphs=False) as eager:
+        expected = run_with_forms(eager, prompts)
+    with runtime_of(folder) as runtime:
+        lefts: list[int] = []
+
+        def capture() -> None:
+            if runtime.parts.engine._filling is not None:
+                lefts.append(runner_of(runtime).num_uncaptured)
+                runtime.capture_graphs()
+
+        assert run_with_forms(runtime, prompts, capture) == expected
+        assert lefts[0] > 0
+        assert runner_of(runtime).num_uncaptured == 0
+
+
+def test_captured_from_another_thread_while_requests_run(folder: Path) -> None:
+    """Between their passes, at any moment; and a second time there is nothing to do."""
+    prompts = random_prompts(30, most=40, seed=32)
+    params = [replace(one, seed=place) for place, one in enumerate([*KINDS.values()] * 2)][: len(prompts)]
+    with runtime_of(folder, cuda_graphs=False, max_running_requests=26) as eager:
+        expected = eager.generate(prompts, params)
+    with runtime_of(folder, max_running_requests=26) as runtime, ThreadPoolExecutor(1) as other:
+        captured = other.submit(runtime.capture_graphs)
+        assert_same(runtime.generate(prompts, params), expected)
+        captured.result()
+        assert runner_of(runtime).num_uncaptured == 0
+        graphs = dict(runner_of(runtime).executor.graphs)
+        runtime.capture_graphs()
+        assert runner_of(runtime).executor.graphs == graphs
+    with pytest.raises(RadixrtError, match="closed"):
+        runtime.capture_graphs()
+
+
+class Failing(Recomputing):
+    """Raises `error`, once a graph is captured, half of its kernels in between."""
+
+    error: Exception | None = None
+    calls = 0
+
+    def captured(self, compute: Launch, warm_up: Launch) -> Launch:
+        launch = super().captured(compute, warm_up)
+        if self.error is not None:
+            type(self).calls += 1
+            raise self.error
+        return launch
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> type[Failing]:
+    if device.type == "cuda":
+        pytest.skip("graphs of a GPU are captured by the GPU")
+    monkeypatch.setitem(globals(), "Recomputing", Failing)
+    monkeypatch.setattr(Failing, "error", None)
+    monkeypatch.setattr(Failing, "calls", 0)
+    return Failing
+
+
+def test_without_memory_for_a_graph_kernels_are_launched_one_by_one(
+    folder: Path, failing: type[Failing], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No answer is lost; nobody tries to capture the same passes again."""
+    prompts = random_prompts(12, most=50, seed=33)
+    with runtime_of(folder, cuda_graphs=False) as eager:
+        expected = eager.generate(prompts, GREEDY)
+    with runtime_of(folder) as runtime:
+        monkeypatch.setattr(failing, "error", torch.OutOfMemoryError("none is left\nof 80 GiB"))
+        for _ in range(2):
+            assert_same(runtime.generate(prompts, GREEDY), expected)
+            runtime.flush_cache()
+        warned = [record.getMessage() for record in caplog.records if "no memory for a graph" in record.message]
+        assert len(warned) == failing.calls >= 2
+        assert all(message.endswith("from now on: none is left") for message in warned)
+        calls, left = failing.calls, runner_of(runtime).num_uncaptured
+        runtime.capture_graphs()
+        assert failing.calls >= calls + left > calls
+        assert_same(runtime.generate(prompts, GREEDY), expected)
+
+
+def test_without_memory_for_the_largest_graphs_there_is_no_runtime(
+    folder: Path, failing: type[Failing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failing, "error", torch.OutOfMemoryError("none is left"))
+    with pytest.raises(ParameterError, match="there is no memory for the largest pass or its captured graphs"):
+        runtime_of(folder)
+
+
+def test_a_capture_that_fails_ends_its_pass_alone(
+    folder: Path, failing: type[Failing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise than for want of memory; the next pass tries again."""
+    prompts = random_prompts(5, least=12, seed=34)
+    with runtime_of(folder, cuda_graphs=False) as eager:
+        expected = eager.generate(prompts, GREEDY)
+    with runtime_of(folder) as runtime:
+        with monkeypatch.context() as patch:
+            patch.setattr(failing, "error", RuntimeError("operation not permitted"))
+            with pytest.raises(PassError, match="operation not permitted"):
+                runtime.generate(prompts, GREEDY)
+        assert_same(runtime.generate(prompts, GREEDY), expected)
 
 
 # --- what requests share, read once ---
@@ -615,12 +741,14 @@ def test_passes_with_extends_launch_what_shares_only_where_something_is_shared(
     options: dict[str, Any] = {"chunked_prefill_size": 64}
     every = {(num_tokens, plans) for num_tokens in (16, 64) for plans in (CUT, CUT_TREE)}
     with runtime_of(folder, attention="tree", **options) as runtime:
+        runtime.capture_graphs()
         assert shapes_of(captured_keys(runtime)[0]) == every
         runtime.generate(random_prompts(2, most=8), GREEDY)
         assert not trees
         runtime.generate(families(2), GREEDY)
     assert shapes_of(extends_of(launches)) == every
     with runtime_of(folder, attention="flat", **options) as flat:
+        flat.capture_graphs()
         assert shapes_of(captured_keys(flat)[0]) == {(16, CUT), (64, CUT)}
 
 
@@ -915,6 +1043,7 @@ def test_no_step_waits_but_for_its_result(
 ) -> None:
     prompts = families(14)[: len(KINDS)] if shared else random_prompts(len(KINDS), seed=14)
     with runtime_of(folder, overlap=overlap) as runtime:
+        runtime.capture_graphs()
         expected = runtime.generate(prompts, list(KINDS.values()))  # kernels are compiled
         warm = runtime.generate(prompts, list(KINDS.values()))
         forbid_waits(monkeypatch)
@@ -935,6 +1064,7 @@ def test_no_step_waits_for_masked_draws(folder: Path, monkeypatch: pytest.Monkey
     params = [Params(seed=place, top_k=20, max_new_tokens=4 + place, ignore_eos=True) for place in range(9)]
     forms = dict.fromkeys((0, 1, 2, 4, 5, 7, 8), STEPS)
     with runtime_of(folder) as runtime:
+        runtime.capture_graphs()
         expected = generate(runtime, prompts, params, forms)  # kernels are compiled
         runtime.flush_cache()
         forbid_waits(monkeypatch)

@@ -40,12 +40,16 @@ class Computer:
         self.rows = ReqToTokenPool(MAX_REQUESTS, CONTEXT)
         self.pool = TokenToKVPool(500, model.kv_layout(torch.float32), device=CPU)
         self.pool.buffer.fill_(float("nan"))
-        self.builder = PassBuilder(planner_on_cpu(config, self.rows.req_to_token), SHAPES, MAX_REQUESTS)
+        planner, shapes = planner_on_cpu(config, self.rows.req_to_token), [] if is_eager else SHAPES
+        self.builder = PassBuilder(planner, shapes, MAX_REQUESTS)
         self.executor = Executor(model, self.rows, self.pool, max_scored_at_once)
         self.is_eager = is_eager
         if not is_eager:
             with torch.inference_mode():
-                self.executor.capture(self.builder.idle_passes(), Recomputing(CPU))
+                idle = [self.builder.idle(key) for key in self.builder.keys(reversed(SHAPES))]
+                self.executor.reserve(idle, Recomputing(CPU))
+                for each in idle:
+                    self.executor.capture(each)
 
     def forward(self, pass_: Pass) -> Forward:
         packed = self.builder.build(pass_)

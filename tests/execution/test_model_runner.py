@@ -54,7 +54,6 @@ def test_results_are_each_pass_s_own_however_many_are_in_flight(model: Decoder, 
     outcomes = []
     for captures in (False, True):
         runner = runner_of(model, captures=captures)
-        runner.capture_graphs()
         results, flying = [], []
         for pass_ in [PROMPTS, *DECODES]:
             flying.append(runner.launch(pass_))
@@ -69,39 +68,46 @@ def test_results_are_each_pass_s_own_however_many_are_in_flight(model: Decoder, 
     assert len(set(map(tuple, outcomes[0]))) > 2
 
 
-def test_nothing_is_captured_before_it_is_asked_for(model: Decoder) -> None:
-    runner = runner_of(model, captures=True)
-    early = runner.collect(runner.launch(PROMPTS)).token_ids
-    assert not runner.executor.graphs
-    runner.capture_graphs()
-    assert runner.collect(runner.launch(PROMPTS)).token_ids.tolist() == early.tolist()
-
-
-@pytest.mark.parametrize("max_shapes", [1, 2, None])
-def test_the_largest_shapes_of_each_kind_are_captured(model: Decoder, max_shapes: int | None) -> None:
-    """Passes that are smaller are padded to them."""
-    runner = runner_of(model, captures=True)
-    runner.capture_graphs(max_shapes)
-    graphs = runner.executor.graphs
-    num_weights = sum(weight.numel() for weight in model.parameters())
-    shapes = captured_shapes(MAX_REQUESTS, TOKENS, num_weights, (8, TOKENS))
-    decodes = [shape for shape in shapes if shape.is_decode]
-    others = [shape for shape in shapes if not shape.is_decode]
-    expected = {*decodes[-(max_shapes or 99) :], *others[-(max_shapes or 99) :]}
+def names_of(runner: ModelRunner) -> tuple[set[PassShape], set[object]]:
+    """What is captured: shapes of forward passes, and draws."""
+    graphs = runner.executor.graphs.keys()
     forwards = {key for key in graphs if isinstance(key, PassKey)}
-    assert {key.shape for key in forwards} == expected
-    sizes = ladder(MAX_REQUESTS)[-(max_shapes or 99) :]
-    draws = {(PassShape(0, size, 0), features) for size in sizes for features in CAPTURED_DRAWS}
-    assert graphs.keys() - forwards == draws
-    eager = runner_of(model, captures=False)
-    for pass_ in [PROMPTS, *DECODES[:2]]:
-        outcomes = [each.collect(each.launch(pass_)).token_ids.tolist() for each in (runner, eager)]
-        assert outcomes[0] == outcomes[1]
+    return {key.shape for key in forwards}, graphs - forwards
+
+
+def test_the_largest_are_captured_first_and_others_when_passes_come(model: Decoder) -> None:
+    """Each once, with the draws that the pass needs, and whatever is left when somebody asks for that."""
+    runner = runner_of(model, captures=True)
+    runner.capture_largest()
+    largest = PassShape(0, MAX_REQUESTS, 0)
+    shapes, draws = names_of(runner)
+    assert shapes == {largest, PassShape(TOKENS, MAX_REQUESTS, MAX_REQUESTS + 1)}
+    assert draws == {(largest, features) for features in CAPTURED_DRAWS}
+
+    eager, grown = runner_of(model, captures=False), list[dict[object, object]]()
+    for _ in range(2):
+        for pass_ in [PROMPTS, *DECODES]:
+            found = [each.collect(each.launch(pass_)).token_ids.tolist() for each in (runner, eager)]
+            assert found[0] == found[1]
+        grown.append(dict(runner.executor.graphs))
+    assert grown[0] == grown[1]
+    small = PassShape(0, 4, 0)
+    assert names_of(runner) == (shapes | {small}, draws | {(small, CAPTURED_DRAWS[0])})
+
+    left = runner.num_uncaptured
+    assert [runner.capture_next() for _ in range(left + 2)] == [True] * left + [False] * 2
+    assert runner.num_uncaptured == 0
+    num_weights = sum(weight.numel() for weight in model.parameters())
+    assert names_of(runner)[0] == set(captured_shapes(MAX_REQUESTS, TOKENS, num_weights, (8, TOKENS)))
+    sizes = ladder(MAX_REQUESTS)
+    assert names_of(runner)[1] == {(PassShape(0, size, 0), each) for size in sizes for each in CAPTURED_DRAWS}
+    assert grown[0].items() <= runner.executor.graphs.items()
 
 
 def test_without_limits_there_are_no_graphs(model: Decoder) -> None:
     runner = runner_of(model, captures=False)
-    runner.capture_graphs()
+    runner.capture_largest()
+    assert not runner.capture_next()
     assert not runner.executor.graphs
 
 
@@ -121,6 +127,5 @@ def test_a_pass_that_is_too_long_for_graphs_has_room_beside_them(
     found = []
     for captures in (False, True):
         runner = runner_of(model, captures=captures)
-        runner.capture_graphs()
         found.append([runner.collect(runner.launch(pass_)).token_ids.tolist() for pass_ in (long, after, after)])
     assert found[0] == found[1]

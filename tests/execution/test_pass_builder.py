@@ -51,7 +51,8 @@ class World:
         self.windows = windows
         self.planner = planner(gpu, *windows, num_kv_heads=4, req_to_token=table, tree=tree)
         self.builder = PassBuilder(self.planner, DECODES, MAX_REQUESTS)
-        self.idle = list(self.builder.idle_passes())
+        for key in self.builder.keys(DECODES):  # which makes plans
+            self.builder.idle(key)
         self.rows, self.seq_lens = int32([]), int32([])
         self.planned: Any = None  # lengths that the plan in use was made of
         self.plan_shapes: set[PlanShape] = set()  # of the passes so far
@@ -208,9 +209,11 @@ def test_idle_passes_touch_nothing_that_is_owned(tree: bool) -> None:
     """Graphs are captured with them, the largest first, also after others have been filled in."""
     world = World(2, H200, (None, 300), tree=tree)
     builder = PassBuilder(world.planner, [*DECODES, *EXTENDS], MAX_REQUESTS)
-    idle = list(builder.idle_passes())
-    shapes = [made.key.shape for made in idle if made.key is not None]
-    assert list(dict.fromkeys(shapes)) == [*reversed(EXTENDS), *reversed(DECODES)]
+    shapes = [*reversed(EXTENDS), *reversed(DECODES)]
+    keys = list(builder.keys(shapes))
+    assert list(dict.fromkeys(key.shape for key in keys)) == shapes
+    idle = [builder.idle(key) for key in keys]
+    assert [made.key for made in idle] == keys
     builder.build(decode_pass(int32([3]), int32([9]), int32([4]), int32([-4])))
     for made in idle:
         assert made.key is not None
@@ -222,20 +225,9 @@ def test_idle_passes_touch_nothing_that_is_owned(tree: bool) -> None:
         for plan in made.plans.decode.values():
             assert not plan.item_lens.any()
         assert not made.extras.places
-    keys = [made.key for made in idle]
     assert len(set(keys)) == len(keys)
-
-
-def test_only_so_many_shapes_are_idle() -> None:
-    """What is not captured is launched in a larger shape, or kernel by kernel."""
-    world = World(2, H200, (None,))
-    builder = PassBuilder(world.planner, [*DECODES, *EXTENDS], MAX_REQUESTS)
-    one = decode_pass(int32([3]), int32([9]), int32([4]), int32([-4]))
-    assert builder.build(one).key is None
-    assert {made.key.shape for made in builder.idle_passes(1) if made.key} == {EXTENDS[-1], DECODES[-1]}
-    key = builder.build(one).key
-    assert key is not None
-    assert key.shape == DECODES[-1]
+    for key, made in zip(keys, idle, strict=True):  # and once more, in the middle of others
+        assert builder.idle(key).words.tolist() == made.words.tolist()
 
 
 # --- what is sent besides ---
@@ -281,9 +273,7 @@ def mixed_pass(new: list[int], **changes: Any) -> Pass:
 
 def builder_with(shapes: list[PassShape]) -> PassBuilder:
     table = np.arange(MAX_REQUESTS * 200, dtype=np.int32).reshape(MAX_REQUESTS, 200)
-    builder = PassBuilder(planner(H200, None, req_to_token=table), shapes, MAX_REQUESTS)
-    assert len(list(builder.idle_passes())) >= len(shapes)
-    return builder
+    return PassBuilder(planner(H200, None, req_to_token=table), shapes, MAX_REQUESTS)
 
 
 @pytest.mark.parametrize("new", [[5, 2, 1, 1], [16], [2] * 8, [3, 1, 1, 1, 1, 1], [60, 1], [17]], ids=str)

@@ -752,7 +752,7 @@ def give_masks_to_others(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("19:", sizes=[replace(one, max_forced_rows=0) for one in FORM_SIZES])
 def leave_masks_to_the_thread_that_fills_them(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Engine, "_end_filling", lambda self: None)
+    patch.setattr(Engine, "start_draws", lambda self: None)
 
 
 @mutant("12:", "19:", sizes=[replace(one, max_forced_rows=0) for one in FORM_SIZES])

@@ -100,6 +100,8 @@ def test_answers_are_those_of_one_rank(pipeline: Runtime, expected: dict[str, An
     followers.check()
     assert len(followers.digests) > 20
     runner: Any = pipeline.parts.engine.runner
+    for each in (runner._own, *(parts.runner for parts in followers.parts.values())):
+        assert each.num_uncaptured == 0  # all ranks have captured everything at the start, together
     tables = [runner._own_rows, *(parts.rows for parts in followers.parts.values())]
     for table in tables:
         np.testing.assert_array_equal(table.req_to_token, tables[-1].req_to_token)

@@ -138,9 +138,7 @@ class PlannedReads:
         """What pads passes to a shape, if they fit it."""
         if shape not in self._builders:
             shapes = [] if shape is None else [shape]
-            builder = self._builders[shape] = PassBuilder(self._planner, shapes, self._padding_row)
-            for _ in builder.idle_passes():
-                pass
+            self._builders[shape] = PassBuilder(self._planner, shapes, self._padding_row)
         return self._builders[shape]
 
     def _count(self, batch: Pass, decodes: AttentionPlan[Int32Array], reads: Sequence[Reads]) -> None:

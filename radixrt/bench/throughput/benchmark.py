@@ -197,6 +197,7 @@ class ShapeMeasurement:
         """
         with Runtime(**self._runtime_options) as runtime:
             self.figures.vocab_size = runtime.config.vocab_size
+            runtime.capture_graphs()  # as other engines do when they start
             for workload in self.figures.workloads:
                 name = workload.workload
                 for prompts in self._repetitions(runtime, name):
@@ -224,6 +225,7 @@ class ShapeMeasurement:
         """Measure all repetitions with a part of the engine switched off."""
         _, options = ABLATIONS[ablation]
         with Runtime(**self._runtime_options, **options) as runtime:
+            runtime.capture_graphs()
             for workload in self.figures.workloads:
                 runs = workload.ablated[ablation] = Runs()
                 for prompts in self._repetitions(runtime, workload.workload):
