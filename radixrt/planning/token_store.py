@@ -132,6 +132,12 @@ class TokenWriter:
         self.num_prompts += len(listed)
         self.num_tokens = int(ends[-1])
 
+    def flush(self) -> None:
+        """Let who reads the files find all that was added."""
+        with self._refusals():
+            for file in self._files:
+                file.flush()
+
     def finish(self) -> TokenStore:
         """Close the files and open the store. It is not made durable, since it can be made again."""
         with self._refusals():
