@@ -229,8 +229,8 @@ class Batch:
 
     @property
     def _runs_what_is_known(self) -> bool:
-        """Whether lines may run before all are read: not where an earlier run may have been one of other lines, nor
-        from a pipe, where nobody can stop a thread that waits.
+        """Whether lines may run before all are read. An earlier run may be one of other lines, which shows in the
+        end; and a thread that waits for a pipe cannot be stopped.
         """
         options, folder = self.options, self.folder
         if options.order != "file" or options.strict or not os.path.isfile(self._input):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
+from tqdm import tqdm
 
 from radixrt.arrays import BoolArray, Int32Array, Int64Array
 from radixrt.batch.dispatch import Dispatch
@@ -355,17 +356,21 @@ class BatchRun(Generic[R]):
                     records.end_pass()
                     meter.end_pass(records.written, 0 if self._replicas else len(outputs))
                     bar.set_postfix_str(meter.rates, refresh=False)
-                    if bar.total is None and self._source.is_whole:
-                        bar.total = len(self._source)
-                    bar.update(records.durable - bar.n)
+                    self._show(bar)
                 records.refuse_bad_lines()
                 records.sync()
-                bar.update(records.durable - bar.n)
+                self._show(bar)
             finally:
                 meter.end(records.written)
                 self._drain()
         if not self.is_complete and not self._interrupted.is_set():
             raise SchedulerError(f"the runtime ended without an answer to {records.missing} requests")
+
+    def _show(self, bar: tqdm) -> None:
+        """Show how many records will not be lost, and of how many, once that is known."""
+        if bar.total is None and self._source.is_whole:
+            bar.total = len(self._source)
+        bar.update(self._records.durable - bar.n)
 
     def report(self, output_path: Path | None, counts: RecordCounts) -> BatchReport:
         """Figures of the batch so far. `output_path`: where the records are; None for standard output."""
