@@ -91,9 +91,14 @@ def test_which_runs_begin_before_the_last_line_is_read(
 ) -> None:
     write(files[0], [good(n) for n in range(9)])
     runtime, seen = Stepping(), []
-    pause(monkeypatch, lambda place: place == 8 and seen.append(runtime.has_stepped.wait(LONG if is_early else 0.3)))
+    seconds = LONG if is_early else 0.3
+    pause(monkeypatch, lambda place: place == 8 and seen.append(runtime.has_stepped.wait(seconds)))
     assert run_batch(runtime, *files, **options).written == 9
     assert seen == [is_early]
+    if "strict" in options:
+        write(files[0], [good(0), b"{"])
+        with pytest.raises(BatchFileError, match="Nothing has run"):
+            run_batch(runtime, *files, **options, overwrite=True)
 
 
 def test_pipes_and_runs_that_go_on_are_read_first(
