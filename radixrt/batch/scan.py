@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -40,6 +41,7 @@ from radixrt.text.prompts import encode_prompts
 from radixrt.text.tokenizer import Tokenizer
 
 MAX_NAMED = 20  # problems that a scan keeps with their messages
+_V = TypeVar("_V")
 _CHECKED = "line", "new_tokens", "num_answers", "match_limit", "is_bad", "is_open"
 BLOCK_LINES, BLOCK_BYTES = 1024, 4 * 2**20  # encoded together, while the next are parsed
 _DEFAULTS = SamplingParams()
@@ -208,7 +210,7 @@ def scan_lines(
     with _encoding_thread() as thread, _Writer(folder, check, known) as writer:
         before: _Block | None = None
         for block in _blocks(lines):
-            records = [(line, writer.parsed(line, text, parser)) for line, text in block]
+            records = writer.parsed(block, parser)
             encoding = thread.submit(_encoded, [record for _, record in records], tokenizer, context_length)
             if before is not None:  # it was encoded while this one was parsed
                 writer.write(*before)
@@ -228,12 +230,39 @@ def _encoding_thread() -> Iterator[ThreadPoolExecutor]:
         thread.shutdown(wait=False, cancel_futures=True)
 
 
+class _ByParams(Generic[_V]):
+    """Something of each of the latest parameters. The same object is found without a hash of all its values."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[SamplingParams, _V]] = {}  # by identity, as long as the object is here
+        self._known: dict[SamplingParams, _V] = {}
+
+    def get(self, params: SamplingParams) -> _V | None:
+        if (found := self._found.get(id(params))) is not None:
+            return found[1]
+        value = self._known.get(params)
+        if value is not None:
+            self._find(params, value)
+        return value
+
+    def put(self, params: SamplingParams, value: _V) -> None:
+        if len(self._known) >= MAX_REMEMBERED:
+            self._known.clear()
+        self._known[params] = value
+        self._find(params, value)
+
+    def _find(self, params: SamplingParams, value: _V) -> None:
+        if len(self._found) >= MAX_REMEMBERED:
+            self._found.clear()
+        self._found[id(params)] = params, value
+
+
 class _Checks:
     """Checks of prompts: of those with the same parameters, what a longer one may do the others may, too."""
 
     def __init__(self, check: Check) -> None:
         self._check = check
-        self._known: dict[SamplingParams, Checked] = {}  # the longest one of each
+        self._known: _ByParams[Checked] = _ByParams()  # the longest one of each
         self._greatest = -1  # of the token ids that were checked
 
     def of(self, record: InputRecord, ids: Int32Array | None, line: int) -> tuple[Int32Array, Checked]:
@@ -248,9 +277,7 @@ class _Checks:
         depends = params.prompt_logprobs is not None or params.truncate_prompt_tokens is not None
         if not depends and checked.max_new_tokens == params.max_new_tokens:
             if model is None or len(own) > len(model.prompt_ids):
-                if len(self._known) >= MAX_REMEMBERED:
-                    self._known.clear()
-                self._known[params] = checked
+                self._known.put(params, checked)
             self._greatest = max(self._greatest, int(own.max()))
         return own, checked
 
@@ -262,7 +289,7 @@ class _Writer:
     def __init__(self, folder: Path, check: Check, known: KnownLines) -> None:
         self._known = known
         self._checks = _Checks(check)
-        self._params_json: dict[SamplingParams, str] = {}
+        self._params_json: _ByParams[str] = _ByParams()
         self._path = known.entries_path
         self._tokens = TokenWriter(folder)
         self._hash, self._tokens_hash = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
@@ -285,14 +312,14 @@ class _Writer:
             self._file.close()
         self._tokens.__exit__(*error)
 
-    def parsed(self, line: int, text: bytes | BadLine, parser: LineParser) -> InputRecord | LineError:
-        """Parse the next line."""
-        told = text.message.encode() if isinstance(text, BadLine) else text
-        self._hash.update(b"%d %d\n" % (line, len(told)) + told)
-        try:
-            return parser.parse(text)
-        except LineError as error:
-            return error
+    def parsed(self, block: Sequence[tuple[int, bytes | BadLine]], parser: LineParser) -> _Records:
+        """Parse the next lines."""
+        hashed: list[bytes] = []
+        for line, text in block:
+            told = text.message.encode() if isinstance(text, BadLine) else text
+            hashed += b"%d %d\n" % (line, len(told)), told
+        self._hash.update(b"".join(hashed))  # at once: without the interpreter's lock
+        return [(line, _parsed(text, parser)) for line, text in block]
 
     def write(self, block: _Records, encoding: Future[list[Int32Array | PromptError | None]]) -> None:
         """Check and write a block of lines whose prompts are encoded."""
@@ -301,10 +328,12 @@ class _Writer:
             prompt, entry = self._checked(line, record, ids)
             prompts.append(prompt)
             entries.append(entry.encode() + b"\n")
+        hashed: list[bytes | memoryview] = []
         for (_, record), prompt in zip(block, prompts, strict=True):
             # An empty text was a bad line once: runs that were begun then go on.
-            hashed = prompt[:0] if isinstance(record, InputRecord) and record.prompt == "" else prompt
-            self._tokens_hash.update(np.int64(len(hashed)).tobytes() + hashed.astype("<i4").tobytes())
+            own = prompt[:0] if isinstance(record, InputRecord) and record.prompt == "" else prompt
+            hashed += len(own).to_bytes(8, sys.byteorder), np.ascontiguousarray(own, "<i4").data
+        self._tokens_hash.update(b"".join(hashed))
         end = self._tokens.num_tokens
         self._tokens.append(prompts)
         self._tokens.flush()
@@ -375,9 +404,7 @@ class _Writer:
         if params.form is not None:  # `line_format` tells what has compiled it
             reply = {**reply, FORM_ENGINE: getattr(getattr(checked, "form", None), "engine", None)}
         if (spelled := self._params_json.get(params)) is None:
-            if len(self._params_json) >= MAX_REMEMBERED:
-                self._params_json.clear()
-            spelled = self._params_json[params] = _dumped(parameters_as_json(params))
+            self._params_json.put(params, spelled := _dumped(parameters_as_json(params)))
         return prompt, f'{{"params":{spelled},"reply":{_dumped(reply)}}}'
 
     def _take_custom_id(self, record: InputRecord) -> None:
@@ -397,8 +424,14 @@ class _Writer:
             raise file_error(f"cannot write {self._path}", error) from error
 
 
-def _dumped(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"))
+def _parsed(text: bytes | BadLine, parser: LineParser) -> InputRecord | LineError:
+    try:
+        return parser.parse(text)
+    except LineError as error:
+        return error
+
+
+_dumped = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def _blocks(lines: Iterable[tuple[int, bytes | BadLine]]) -> Iterator[list[tuple[int, bytes | BadLine]]]:
