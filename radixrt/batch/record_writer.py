@@ -183,8 +183,9 @@ class RecordWriter:
         return True
 
     def enforce_error_limit(self) -> None:
-        """Raise ErrorRateError if more lines have errors than the limit allows."""
-        self._counts.error_limit.enforce()
+        """Raise ErrorRateError if more lines have errors than the limit allows, and records stay."""
+        if self._sink.keeps:
+            self._counts.error_limit.enforce()
 
     def end_pass(self) -> None:
         """Tell the sink that a pass has ended."""

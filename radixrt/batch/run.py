@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
@@ -27,6 +27,7 @@ from radixrt.batch.retry import Retries
 from radixrt.batch.scan import Checked, Scan
 from radixrt.batch.suspects import killed
 from radixrt.batch.tally import Tally
+from radixrt.cache.cache_stats import CacheStats
 from radixrt.engine.gc_control import old_objects_left_alone
 from radixrt.engine.signals import Interrupt
 from radixrt.errors import ParameterError, PromptError, ReplicaLostError, SchedulerError
@@ -309,7 +310,7 @@ class BatchRun(Generic[R]):
             self._lanes = (_OneLane(runtime),)
         self._knows_all = False  # whether no more lines come, and the error records of all bad ones are there
         self._plan: BatchPlan | None = None
-        self._predicted_hit_rate: float | None = None
+        self._predicted_hit_rate: Callable[[], float | None] = lambda: None
         self._repeated_tokens: int | None = None  # where the plan is cut for several replicas
         self._missed_tokens = 0  # of these, those that count as misses: not those of a prompt's further answers
 
@@ -386,7 +387,7 @@ class BatchRun(Generic[R]):
             tally=meter.tally,
             run=meter.figures(
                 best_hit_rate=best,
-                predicted_hit_rate=self._predicted_hit_rate,
+                predicted_hit_rate=self._predicted_hit_rate(),
                 products=products,
                 repeated_tokens=self._repeated_tokens,
                 replicas=tuple(each.to_json() for each in self._replicas.replica_figures)
@@ -446,7 +447,8 @@ class BatchRun(Generic[R]):
         all_fit = plan.pool_for_all <= limits.pool_tokens
         drops_prefixes = not (all_fit or self._options.keep_cache)
         if all_fit or drops_prefixes:
-            self._predicted_hit_rate = self._prediction(plan)
+            # Told in the end: of 200,000 prompts it takes longer than to plan them.
+            self._predicted_hit_rate = partial(self._prediction, plan, self._runtime.cache_stats())
         keep = plan.keep if drops_prefixes else None
         return _PlannedLines(too_long, plan.run.order, keep, pieces, num_answers, self._handout(pieces))
 
@@ -461,9 +463,11 @@ class BatchRun(Generic[R]):
             return self._replicas.handout(pieces)
         return Handout(Dispatch(shards(pieces, 1)), self._lanes, first=0)
 
-    def _prediction(self, plan: BatchPlan) -> float | None:
-        """The hit rate to expect; None if there is no cache, it has two tiers, or what it has may be evicted."""
-        stats, limits = self._runtime.cache_stats(), self._runtime.limits
+    def _prediction(self, plan: BatchPlan, stats: CacheStats) -> float | None:
+        """The hit rate to expect, with those figures of the cache at first; None if there is no cache, it has two
+        tiers, or what it has may be evicted.
+        """
+        limits = self._runtime.limits
         if not self._runtime.reuses_prefixes or stats.host_capacity or not len(plan):
             return None
         held = stats.capacity - stats.free

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -91,8 +91,9 @@ class Tokenizer:
             check_unicode(f"text {place}" if len(texts) > 1 else "the text", text)
         lead = self.lead if add_special_tokens else ()
         if len(texts) > 1 and (tree := self.text_tree(texts)) is not None:
+            encode = self.codec.encode if self._words is None else self._words.encode
             with suppress(Exception):  # the package tokenizers raises nothing narrower; what it was is told below
-                found = chain.from_iterable(tree.encoded(self._encode_stretches, lead))
+                found = chain.from_iterable(tree.encoded(encode, lead))
                 by_number = dict(zip(tree.order, found, strict=True))
                 return [by_number[number] for number in range(len(texts))]
         return [np.array([*lead, *ids], dtype=np.int32) for ids in self._encoded(list(texts))]
@@ -110,12 +111,12 @@ class Tokenizer:
             return None
 
     @cached_property
-    def _encode_stretches(self) -> Callable[[list[str]], list[list[int]]]:
-        """Makes ids of stretches of texts that may be cut."""
+    def _words(self) -> KnownWords | None:
+        """What encodes stretches of texts faster than the tokenizer itself; None: nothing does."""
         cuts = self._cuts
         if cuts is None or cuts.drops_blank or usable_processors() > FEW_PROCESSORS:
-            return self.codec.encode
-        return KnownWords(self.codec.encode, cuts).encode
+            return None
+        return KnownWords(lambda texts: self.codec.encode(texts), cuts)
 
     def _encoded(self, texts: list[str]) -> list[list[int]]:
         """The ids of each text, encoded whole."""

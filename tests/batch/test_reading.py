@@ -92,7 +92,12 @@ def test_which_runs_begin_before_the_last_line_is_read(
     write(files[0], [good(n) for n in range(9)])
     runtime, seen = Stepping(), []
     seconds = LONG if is_early else 0.3
-    pause(monkeypatch, lambda place: place == 8 and seen.append(runtime.has_stepped.wait(seconds)))
+
+    def before(place: int) -> None:
+        if place == 8:
+            seen.append(runtime.has_stepped.wait(seconds))
+
+    pause(monkeypatch, before)
     assert run_batch(runtime, *files, **options).written == 9
     assert seen == [is_early]
     if "strict" in options:
@@ -109,14 +114,24 @@ def test_pipes_and_runs_that_go_on_are_read_first(
     os.mkfifo(files[0])
     threading.Thread(target=write, args=(files[0], lines), daemon=True).start()
     runtime = Stepping()
-    pause(monkeypatch, lambda place: place == 8 and seen.append(runtime.has_stepped.wait(0.3)))
+
+    def before(place: int) -> None:
+        if place == 8:
+            seen.append(runtime.has_stepped.wait(0.3))
+
+    pause(monkeypatch, before)
     run_batch(runtime, *files, order="file")
 
     files[0].unlink()
     write(files[0], lines)
     files[1].unlink()
     runtime = Stepping()
-    runtime.on_step = lambda: runtime.steps == 3 and signal.raise_signal(signal.SIGINT)
+
+    def on_step() -> None:
+        if runtime.steps == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    runtime.on_step = on_step
     with pytest.raises(BatchInterrupted, match="4 of 9 records are kept in"):
         run_batch(runtime, *files)
     runtime = Stepping()
@@ -133,7 +148,12 @@ def test_a_cache_that_has_something_is_planned_for(
     runtime = Stepping()
     runtime.prompt_tokens = 5  # cached
     seen: list[bool] = []
-    pause(monkeypatch, lambda place: place == 8 and seen.append(runtime.has_stepped.wait(0.3)))
+
+    def before(place: int) -> None:
+        if place == 8:
+            seen.append(runtime.has_stepped.wait(0.3))
+
+    pause(monkeypatch, before)
     report = run_batch(runtime, *files, order="file")
     assert report.written == 9
     assert report.best_hit_rate is not None
@@ -219,8 +239,7 @@ def test_a_signal_while_lines_are_read(
     """Records are kept if the file has been read by the time that what runs has ended."""
     write(files[0], [good(n) for n in range(9)])
     runtime, goes_on = Stepping(), threading.Event()
-    begun: list[Any] = []
-    runtime.has_begun = lambda request: request in begun or begun.append(request) or True  # type: ignore[func-returns-value]
+    monkeypatch.setattr(runtime, "has_begun", lambda request: True)
     pause(monkeypatch, lambda place: place == 8 and goes_on.wait(LONG if is_whole else 0.5))
 
     def on_step() -> None:
