@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -82,8 +83,13 @@ def test_with_few_processors_alone(processors: int, is_used: bool, monkeypatch: 
     monkeypatch.setattr(tokenizer, "usable_processors", lambda: processors)
     seen: list[int] = []
     encode = KnownWords.encode
-    monkeypatch.setattr(KnownWords, "encode", lambda self, texts: seen.append(len(texts)) or encode(self, texts))
-    own: Tokenizer = small_tokenizer("byte level")
+
+    def watched(self: KnownWords, texts: list[str]) -> list[list[int]]:
+        seen.append(len(texts))
+        return encode(self, texts)
+
+    monkeypatch.setattr(KnownWords, "encode", watched)
+    own: Tokenizer = replace(small_tokenizer("byte level"))  # as new
     texts = [f"a b {n} a b" for n in range(5)]
     found = [ids.tolist() for ids in own.encode_batch(texts)]
     assert found == [[*own.lead, *ids] for ids in own.codec.encode(texts)]
