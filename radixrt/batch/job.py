@@ -19,12 +19,15 @@ from radixrt.batch.formats.compression import check_output_name, encoded
 from radixrt.batch.formats.line_format import LineParser
 from radixrt.batch.formats.openai_batch import ChatReader
 from radixrt.batch.formats.source import BadLine, read_lines
-from radixrt.batch.journal.journal import Kept
+from radixrt.batch.journal.journal import Journal, Kept
+from radixrt.batch.journal.late_journal import LateJournal
 from radixrt.batch.journal.manifest import CUTS, ENDS, Manifest
 from radixrt.batch.journal.run_folder import RunFolder, aside_path, has_run, run_path
 from radixrt.batch.journal.standard_output import StandardOutput
+from radixrt.batch.known_lines import KnownLines
 from radixrt.batch.meter import reading_bar
 from radixrt.batch.options import BatchConfig, BatchOptions
+from radixrt.batch.reading import Lines, Reading
 from radixrt.batch.record_writer import RecordCounts, RecordWriter, Sink
 from radixrt.batch.run import AnyRuntime, BatchRun, R, batch_report, plan_of
 from radixrt.batch.scan import Check, Scan, parameters_as_json, scan_lines
@@ -56,8 +59,10 @@ class BatchInterrupted(Interrupted):
         signal_number: the signal.
     """
 
-    def __init__(self, report: BatchReport, signal_number: int, how: str = "stopped") -> None:
-        super().__init__(f"{how}: {_kept(report)}", signal_number)
+    def __init__(
+        self, report: BatchReport, signal_number: int, how: str = "stopped", *, keeps: bool = True
+    ) -> None:
+        super().__init__(f"{how}: {_kept(report, keeps)}", signal_number)
         self.report = report
 
 
@@ -68,7 +73,8 @@ def run_batch(
 
     `plain_lines` and `openai_batch` in `radixrt.batch.formats` describe the lines. A bad line becomes an error
     record and changes no other line's record. All lines are read and checked before the first request runs. They
-    run in an order in which lines with a common prefix follow one another.
+    run in an order in which lines with a common prefix follow one another. With order="file" they run as they are
+    read.
 
     Finished records are kept in the folder `OUTPUT.run`, and survive whatever ends the process. The same call goes
     on from there: kept records stay as they are, the others are computed. When all are there, the output gets its
@@ -166,13 +172,16 @@ class Batch:
         *,
         parser: LineParser | None = None,
         interrupt: Interrupt | None = None,
+        named: Callable[[str], object] = lambda summary: None,
     ) -> ScannedBatch:
-        """Read the whole input, and check each line.
+        """Read the whole input, and check each line. Where lines may run in the order of the file, a thread does,
+        and this returns at once: errors show later.
 
         Args:
             tokenizer, check, context_length: see `scan_lines`.
             parser: of the lines; None: one for either format.
             interrupt: ends it, in place of Ctrl-C and SIGTERM.
+            named: called with what `Scan.summary` says of bad lines, if there are any, once all lines are read.
 
         Raises:
             BatchFileError: the input cannot be read, or has a bad line and `strict` is set.
@@ -181,18 +190,32 @@ class Batch:
         """
         options = self.options
         parser = parser or LineParser(self.default_params, chat_max_tokens=options.chat_max_tokens)
-        with (
-            _interrupted("stopping; nothing has run in this call", interrupt) as interrupted,
-            reading_bar(self._input, options.progress) as bar,
-        ):
-            scan = scan_lines(
-                self._lines(interrupted, bar.update),
-                self.scratch,
-                parser=parser,
-                tokenizer=tokenizer,
-                check=check,
-                context_length=context_length,
-            )
+        known = KnownLines(self.scratch)
+
+        def read(interrupted: Interrupt) -> Scan:
+            with reading_bar(self._input, options.progress) as bar:
+                return scan_lines(
+                    self._lines(interrupted, bar.update),
+                    self.scratch,
+                    parser=parser,
+                    tokenizer=tokenizer,
+                    check=check,
+                    context_length=context_length,
+                    known=known,
+                )
+
+        def read_and_tell(interrupted: Interrupt) -> Scan:
+            scan = read(interrupted)
+            if scan.problems:
+                named(scan.summary())
+            return scan
+
+        if self._runs_what_is_known:
+            reading = Reading(known, read_and_tell)
+            self._opened.callback(reading.stop)
+            return ScannedBatch(self, reading, ErrorLimit(options.max_error_rate, reading), parser.chats)
+        with _interrupted("stopping; nothing has run in this call", interrupt) as interrupted:
+            scan = read(interrupted)
             _stop_if(interrupted)  # the signal may have come after the last line
         if options.strict and scan.problems:
             raise BatchFileError(
@@ -200,7 +223,19 @@ class Batch:
             )
         error_limit = ErrorLimit(options.max_error_rate, scan)
         error_limit.check_bad_lines()
+        if scan.problems:
+            named(scan.summary())
         return ScannedBatch(self, scan, error_limit, parser.chats)
+
+    @property
+    def _runs_what_is_known(self) -> bool:
+        """Whether lines may run before all are read. An earlier run may be one of other lines, which shows in the
+        end; and a thread that waits for a pipe cannot be stopped.
+        """
+        options, folder = self.options, self.folder
+        if options.order != "file" or options.strict or not os.path.isfile(self._input):
+            return False
+        return folder is None or folder.begins_anew(replace=options.overwrite, restart=options.restart)
 
     def _lines(
         self, interrupted: Interrupt, seen: Callable[[int], object]
@@ -211,18 +246,19 @@ class Batch:
 
 
 class ScannedBatch:
-    """A batch whose lines have been read. It is valid inside the context of its `Batch`.
+    """A batch whose lines have been read, or are being read. It is valid inside the context of its `Batch`."""
 
-    Attributes:
-        lines: the scan.
-    """
-
-    def __init__(self, batch: Batch, scan: Scan, error_limit: ErrorLimit, chats: ChatReader | None) -> None:
-        self.lines, self._chats = scan, chats
+    def __init__(self, batch: Batch, lines: Lines, error_limit: ErrorLimit, chats: ChatReader | None) -> None:
+        self._lines, self._chats = lines, chats
         self._batch = batch
         self._error_limit = error_limit
         self._counts = RecordCounts(error_limit)
         self._run: BatchRun[Any] | None = None
+
+    @property
+    def lines(self) -> Scan:
+        """All lines, once they are read. Raises as `Batch.scan` does."""
+        return self._lines.whole()
 
     @property
     def tally(self) -> Tally:
@@ -236,7 +272,11 @@ class ScannedBatch:
         return self._error_limit.failures
 
     def needs_runtime(self) -> bool:
-        """Whether a line without a record can run."""
+        """Whether a line without a record can run. Waits for one, or for the last line."""
+        while not self._lines.is_whole:
+            if not self._lines.is_bad.all():
+                return True
+            self._lines.wait(len(self._lines), 1.0)
         return len(self._missing()) > 0
 
     def run(self, runtime: AnyRuntime[R], interrupt: Interrupt | None = None) -> BatchReport:
@@ -255,7 +295,7 @@ class ScannedBatch:
             try:
                 with self._sink(runtime.identity, runtime.tokenizer, runtime.seed, counts) as sink:
                     records = self._records(sink, counts, runtime.tokenizer)
-                    run = self._run = BatchRun(runtime, self.lines, records, interrupted, options)
+                    run = self._run = BatchRun(runtime, self._lines, records, interrupted, options)
                     try:
                         run.run()
                     except (DeviceLostError, ErrorRateError) as error:
@@ -266,16 +306,17 @@ class ScannedBatch:
                 if run is None:
                     raise
                 how = str(error) or "interrupted"
-                raise BatchInterrupted(run.report(kept_in, counts), signal_of(error), how) from error
+                report = run.report(kept_in, counts)
+                raise BatchInterrupted(report, signal_of(error), how, keeps=run.keeps) from error
             if failure is None and run.is_complete:
                 return self._report(run.report(batch.output, counts), run.plan, runtime.tokenizer)
             report = self._report(run.report(kept_in, counts), run.plan, runtime.tokenizer)
             if failure is not None:
                 same = "the same command"
                 remedy = f"with a higher max_error_rate {same}" if isinstance(failure, ErrorRateError) else same
-                raise type(failure)(f"{failure}\n{_kept(report, remedy)}") from failure.__cause__
+                raise type(failure)(f"{failure}\n{_kept(report, run.keeps, remedy)}") from failure.__cause__
             assert interrupted.number is not None  # nothing else leaves lines without records
-            raise BatchInterrupted(report, interrupted.number)
+            raise BatchInterrupted(report, interrupted.number, keeps=run.keeps)
 
     def finish(self, tokenizer: Tokenizer | None, seed: int) -> BatchReport:
         """Write output and report where `needs_runtime` is False: no line runs. For the errors see `Batch`.
@@ -328,7 +369,7 @@ class ScannedBatch:
     def _records(self, sink: Sink, counts: RecordCounts, tokenizer: Tokenizer | None) -> RecordWriter:
         options = self._batch.options
         return RecordWriter(
-            self.lines,
+            self._lines,
             sink,
             counts,
             TokenSpelling(tokenizer),
@@ -355,9 +396,25 @@ class ScannedBatch:
         """The journal, whose records are counted, or standard output."""
         batch = self._batch
         if batch.folder is None:
-            with StandardOutput(batch.scratch, len(self.lines)) as output:
+            with StandardOutput(batch.scratch) as output:
                 yield output
             return
+        identity = weights()  # now: to ask a runtime for it ends its requests
+        with LateJournal(batch.scratch, partial(self._journal, identity, tokenizer, seed, counts)) as journal:
+            if self._lines.is_whole:
+                journal.begin()
+            yield journal
+
+    def _journal(
+        self,
+        weights: Mapping[str, Any],
+        tokenizer: Tokenizer | None,
+        seed: int,
+        counts: RecordCounts,
+    ) -> Journal:
+        """The journal of the run of all lines."""
+        batch = self._batch
+        assert batch.folder is not None
         settings: dict[str, Any] = {"seed": seed, CUTS: self.lines.cuts_hash, ENDS: self.lines.end_ids}
         if batch.options.chat_max_tokens not in (None, MAX_NEW_TOKENS, batch.default_params.max_new_tokens):
             settings["chat_max_tokens"] = batch.options.chat_max_tokens  # else it shows in others
@@ -366,7 +423,7 @@ class ScannedBatch:
         manifest = Manifest(
             num_records=len(self.lines),
             input={"lines": self.lines.input_hash},
-            weights=weights(),
+            weights=weights,
             tokenizer={
                 "token ids of the input": self.lines.tokens_hash,
                 "sha256": None if tokenizer is None else tokenizer.identity,
@@ -375,7 +432,7 @@ class ScannedBatch:
             settings=settings,
         )
         options = batch.options
-        yield batch.folder.begin(
+        return batch.folder.begin(
             manifest, replace=options.overwrite, restart=options.restart, found=counts.add_kept
         )
 
@@ -419,11 +476,13 @@ def _output_places(output: Path) -> list[Place]:
     ]
 
 
-def _kept(report: BatchReport, remedy: str = "the same command") -> str:
+def _kept(report: BatchReport, keeps: bool, remedy: str = "the same command") -> str:
     """How many records a stopped batch has, where they are, and which command goes on with them."""
     count = f"{report.written:,} of {report.requests:,} records are"
     if not report.requests:
         return "nothing has run in this call"
+    if not keeps:
+        return f"no records are kept, as the input was not read to its end; {remedy} begins anew"
     if report.output_path is None:
         return f"{count} in standard output, in input order"
     return f"{count} kept in {report.output_path}; {remedy} goes on from there"

@@ -52,7 +52,7 @@ class BatchConfig:
         strict_form: an answer that was to have a form, and ended by its length before that was complete, becomes
             an error record.
         order: in which prompts run. "planned": prompts with a common prefix follow one another, those with the
-            longest answers first. "file": first come, first served, for comparison.
+            longest answers first. "file": first come, first served, while later lines are read; for comparison.
         keep_cache: keep prefixes cached after the batch, as far as the pool has room. Otherwise, if the pool is
             too small for all of them, a prefix leaves the cache once no later prompt begins with it.
         progress: show bars on stderr; where that is not a terminal, they move every 30 seconds.

@@ -11,12 +11,12 @@ from typing import Protocol
 
 import numpy as np
 
-from radixrt.arrays import BoolArray
+from radixrt.arrays import BoolArray, Int64Array
 from radixrt.batch.error_limit import ErrorLimit
 from radixrt.batch.formats.line_format import error_line, output_line, record_error, record_tally
 from radixrt.batch.formats.openai_batch import ChatReader
 from radixrt.batch.formats.record import FORM_ENGINE, LineError, LineErrorType, Reply
-from radixrt.batch.scan import Scan
+from radixrt.batch.reading import Lines
 from radixrt.batch.tally import ERROR_RECORD, Tally
 from radixrt.output import FinishReason, RequestOutput
 from radixrt.text.token_spelling import TokenSpelling
@@ -25,11 +25,18 @@ _log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Takes records by position: a `Journal`, or `StandardOutput`."""
+    """Takes records by position: a `LateJournal`, or `StandardOutput`."""
 
     @property
     def finished(self) -> BoolArray:
-        """Positions with a record, `[N]`."""
+        """`[N]`, whether each position has a record of an earlier run; N is 0 if none has."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what it has stays after an end at any moment."""
+
+    def begin(self) -> None:
+        """All lines are known now; it may be told so again."""
 
     @property
     def durable(self) -> int:
@@ -63,19 +70,19 @@ class RecordCounts:
         value = json.loads(record)
         self.kept += record_tally(value)
         if (error := record_error(value)) is not None:
-            self.error_limit.count(*error)
+            self.error_limit.count(*error, is_known=True)
 
-    def add_refused(self, error: LineError) -> None:
+    def add_refused(self, error: LineError, *, is_bad: bool) -> None:
         """Count the record of a line that did not run."""
         self.refused += ERROR_RECORD
-        self.error_limit.count(error.type, error.message)
+        self.error_limit.count(error.type, error.message, is_known=is_bad)
 
 
 class RecordWriter:
     """Puts one record for each line into a sink.
 
     Args:
-        scan: the lines.
+        lines: may become more.
         sink: takes the records.
         counts: told of each record.
         spelling: of the model's tokens.
@@ -83,12 +90,12 @@ class RecordWriter:
         chats: takes answers to chats apart, see `LineParser`.
 
     Attributes:
-        finished: `[N]`, lines with a record when the writer was made.
+        written: lines with a record, including those of earlier runs.
     """
 
     def __init__(
         self,
-        scan: Scan,
+        lines: Lines,
         sink: Sink,
         counts: RecordCounts,
         spelling: TokenSpelling,
@@ -97,43 +104,59 @@ class RecordWriter:
         strict_form: bool = False,
         chats: ChatReader | None = None,
     ) -> None:
-        self._scan, self._chats = scan, chats
+        self._lines, self._chats = lines, chats
         self._sink = sink
         self._counts = counts
         self._spelling = spelling
         self._created = created
         self._strict_form = strict_form
-        self.finished: BoolArray = sink.finished.copy()
-        self._missing = len(scan) - int(self.finished.sum())
+        self._finished = np.flatnonzero(sink.finished)
+        self._num_looked_at = 0  # leading lines whose error records are there, if they are bad
+        self.written = len(self._finished)
 
     @property
     def missing(self) -> int:
-        """Lines without a record."""
-        return self._missing
+        """Known lines without a record."""
+        return len(self._lines) - self.written
 
     @property
-    def written(self) -> int:
-        """Lines with a record, including those of earlier runs."""
-        return len(self._scan) - self._missing
+    def is_complete(self) -> bool:
+        """Whether each line of the file has its record."""
+        return self._lines.is_whole and not self.missing
+
+    def unfinished(self, positions: Int64Array) -> Int64Array:
+        """Those of some lines that had no record when this writer was made."""
+        return positions[~np.isin(positions, self._finished)]
 
     @property
     def durable(self) -> int:
         """Records that will not be lost."""
         return self._sink.durable
 
+    @property
+    def keeps(self) -> bool:
+        """See `Sink`."""
+        return self._sink.keeps
+
     def refuse_bad_lines(self) -> None:
-        """Write the error records of all bad lines. Raises ErrorRateError if these are too many."""
-        bad = np.flatnonzero(self._scan.is_bad & ~self.finished).tolist()
-        for position, error in zip(bad, self._scan.read(bad), strict=True):
-            assert isinstance(error, LineError)
-            self.refuse(position, error)
-        self._counts.error_limit.end_bad_lines()
+        """Write the error records of the bad lines that are known now; the sink is told once these are all. Raises
+        ErrorRateError if these are too many.
+        """
+        is_whole, first = self._lines.is_whole, self._num_looked_at
+        is_bad = self._lines.is_bad[first:]
+        self._num_looked_at += len(is_bad)
+        if len(bad := self.unfinished(first + np.flatnonzero(is_bad))):
+            for position, error in zip(bad.tolist(), self._lines.read(bad.tolist()), strict=True):
+                assert isinstance(error, LineError)
+                self.refuse(position, error, is_bad=True)
+        if is_whole:
+            self._sink.begin()
         self.enforce_error_limit()
 
-    def refuse(self, position: int, error: LineError) -> None:
+    def refuse(self, position: int, error: LineError, *, is_bad: bool = False) -> None:
         """Write the error record of a line without an answer."""
-        self._put(position, error_line(int(self._scan.lines[position]), error))
-        self._counts.add_refused(error)
+        self._put(position, error_line(int(self._lines.lines[position]), error))
+        self._counts.add_refused(error, is_bad=is_bad)
 
     def answer(self, position: int, reply: Reply, output: RequestOutput) -> bool:
         """Write the record of an output. False if none can be made: then the line has an error record."""
@@ -160,8 +183,9 @@ class RecordWriter:
         return True
 
     def enforce_error_limit(self) -> None:
-        """Raise ErrorRateError if more lines have errors than the limit allows."""
-        self._counts.error_limit.enforce()
+        """Raise ErrorRateError if more lines have errors than the limit allows, and records stay."""
+        if self._sink.keeps:
+            self._counts.error_limit.enforce()
 
     def end_pass(self) -> None:
         """Tell the sink that a pass has ended."""
@@ -173,4 +197,4 @@ class RecordWriter:
 
     def _put(self, position: int, record: bytes) -> None:
         self._sink.append(position, record)
-        self._missing -= 1
+        self.written += 1

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
+from tqdm import tqdm
 
 from radixrt.arrays import BoolArray, Int32Array, Int64Array
 from radixrt.batch.dispatch import Dispatch
 from radixrt.batch.formats.record import LineError, LineErrorType, Reply, type_of_prompt_error
-from radixrt.batch.lanes import Handout, Lane
+from radixrt.batch.known_lines import SoundLine
+from radixrt.batch.lanes import ENOUGH_WAITING, SUBMITTED_AT_ONCE, Handout, Lane
 from radixrt.batch.meter import Meter, MeteredRuntime, progress_bar
 from radixrt.batch.options import BatchConfig
 from radixrt.batch.parts import Part, PartialOutputs, part_at
+from radixrt.batch.reading import Lines
 from radixrt.batch.record_writer import RecordCounts, RecordWriter
 from radixrt.batch.retry import Retries
-from radixrt.batch.scan import Checked, Scan, SoundLine
+from radixrt.batch.scan import Checked, Scan
 from radixrt.batch.suspects import killed
 from radixrt.batch.tally import Tally
+from radixrt.cache.cache_stats import CacheStats
 from radixrt.engine.gc_control import old_objects_left_alone
 from radixrt.engine.signals import Interrupt
 from radixrt.errors import ParameterError, PromptError, ReplicaLostError, SchedulerError
@@ -37,6 +42,7 @@ from radixrt.text.chat import Chat
 from radixrt.text.tokenizer import Tokenizer
 
 READ_AT_ONCE = 512  # lines
+_LOOK_SECONDS = 0.1  # between two looks for signals, where nothing runs until more lines are known
 
 _NOTHING, _NO_RUN = Tally(), RunFigures()
 
@@ -216,6 +222,16 @@ class _PlannedLines:
     num_answers: Int64Array
     handout: Handout
 
+    @property
+    def is_done(self) -> bool:
+        """Whether all lines have ended."""
+        return self.handout.is_done
+
+    def next(self) -> Iterator[tuple[int, list[_Line]]]:
+        """Lines for lanes that have room, with the number of the lane, some at a time."""
+        for lane, pieces in self.handout.next():
+            yield lane, list(map(self.line, pieces))
+
     def line(self, piece: int) -> _Line:
         """The line of a piece."""
         place = int(self.pieces.places[piece])
@@ -226,12 +242,42 @@ class _PlannedLines:
         return _Line(position, keep, piece, part)
 
 
+class _FileLines(Generic[R]):
+    """The sound lines without a record as they are known, in the order of the file, for a Runtime by itself."""
+
+    def __init__(self, lines: Lines, records: RecordWriter, lane: _OneLane[R]) -> None:
+        self._lines, self._records, self._lane = lines, records, lane
+        self._next = 0  # position of the first line that was not looked at
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all lines were handed out."""
+        return self._lines.is_whole and self._next == len(self._lines)
+
+    def next(self) -> Iterator[tuple[int, list[_Line]]]:
+        """As `_PlannedLines` has it."""
+        if self._lane.num_waiting >= ENOUGH_WAITING:
+            return
+        is_bad = self._lines.is_bad
+        while self._next < len(is_bad):
+            first, self._next = self._next, min(self._next + SUBMITTED_AT_ONCE, len(is_bad))
+            sound = first + np.flatnonzero(~is_bad[first : self._next])
+            if len(positions := self._records.unfinished(sound)):
+                yield 0, list(map(_Line, positions.tolist()))
+                return
+
+    def wait(self) -> None:
+        """Wait a moment for lines that are not known yet."""
+        self._lines.wait(self._next, _LOOK_SECONDS)
+
+
 class BatchRun(Generic[R]):
     """One process's work on a batch.
 
     Args:
         runtime: has no other requests; a `ReplicatedRuntime` shares the lines among its lanes.
-        scan: the lines.
+        lines: may become more. All are waited for where that is needed: by several lanes, by the planned order,
+            and to tell what of a cache's tokens the best order hits.
         records: writes their records.
         interrupted: once it is set, no more requests are submitted.
         options: of the batch.
@@ -240,13 +286,13 @@ class BatchRun(Generic[R]):
     def __init__(
         self,
         runtime: AnyRuntime[R],
-        scan: Scan,
+        lines: Lines,
         records: RecordWriter,
         interrupted: Interrupt,
         options: BatchConfig,
     ) -> None:
         self._runtime = runtime
-        self._scan = scan
+        self._source = lines
         self._records = records
         self._interrupted = interrupted
         self._options = options
@@ -262,15 +308,21 @@ class BatchRun(Generic[R]):
             self._replicas, self._lanes = runtime, runtime.lanes
         else:
             self._lanes = (_OneLane(runtime),)
+        self._knows_all = False  # whether no more lines come, and the error records of all bad ones are there
         self._plan: BatchPlan | None = None
-        self._predicted_hit_rate: float | None = None
+        self._predicted_hit_rate: Callable[[], float | None] = lambda: None
         self._repeated_tokens: int | None = None  # where the plan is cut for several replicas
         self._missed_tokens = 0  # of these, those that count as misses: not those of a prompt's further answers
 
     @property
     def is_complete(self) -> bool:
         """Whether each line has its record."""
-        return not self._records.missing
+        return self._records.is_complete
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the records so far stay, if the run ends now."""
+        return self._records.keeps
 
     @property
     def tally(self) -> Tally:
@@ -285,42 +337,57 @@ class BatchRun(Generic[R]):
             DeviceLostError: the runtime cannot go on.
         """
         records, meter = self._records, self._meter
+        while not (self._takes_known_lines or self._source.is_whole):
+            if self._interrupted.is_set():
+                return
+            self._source.wait(sys.maxsize, _LOOK_SECONDS)
         records.refuse_bad_lines()
-        told = "answering", " requests", len(self._scan), self._options.progress
+        total = len(self._source) if self._source.is_whole else None
+        told = "answering", " requests", total, self._options.progress
         with old_objects_left_alone(), progress_bar(*told, done=records.written) as bar:
-            too_long = self._lines.too_long
+            lines = self._lines
             meter.begin(records.written)
             try:
-                for first in range(0, len(too_long), READ_AT_ONCE):
-                    self._submit(0, list(map(_Line, too_long[first : first + READ_AT_ONCE].tolist())))
+                if isinstance(lines, _PlannedLines):
+                    for first in range(0, len(lines.too_long), READ_AT_ONCE):
+                        self._submit(0, list(map(_Line, lines.too_long[first : first + READ_AT_ONCE].tolist())))
                 while self._goes_on():
                     outputs = self._runtime.step()
                     self._book(outputs)
                     records.end_pass()
                     meter.end_pass(records.written, 0 if self._replicas else len(outputs))
                     bar.set_postfix_str(meter.rates, refresh=False)
-                    bar.update(records.durable - bar.n)
+                    self._show(bar)
+                records.refuse_bad_lines()
                 records.sync()
-                bar.update(records.durable - bar.n)
+                self._show(bar)
             finally:
                 meter.end(records.written)
                 self._drain()
-        if records.missing and not self._interrupted.is_set():
+        if not self.is_complete and not self._interrupted.is_set():
             raise SchedulerError(f"the runtime ended without an answer to {records.missing} requests")
+
+    def _show(self, bar: tqdm) -> None:
+        """Show how many records will not be lost, and of how many, once that is known."""
+        if bar.total is None and self._source.is_whole:
+            bar.total = len(self._source)
+        bar.update(self._records.durable - bar.n)
 
     def report(self, output_path: Path | None, counts: RecordCounts) -> BatchReport:
         """Figures of the batch so far. `output_path`: where the records are; None for standard output."""
+        if self.is_complete and self._takes_known_lines:
+            self._plan = self._plan_of(self._positions()[1])
         best, meter = self._plan.statistics.best_hit_rate if self._plan else None, self._meter
         products = tuple(table.to_json() for table in self._runtime.products)
         return batch_report(
-            self._scan,
+            self._source,
             counts,
             output_path,
             self._options,
             tally=meter.tally,
             run=meter.figures(
                 best_hit_rate=best,
-                predicted_hit_rate=self._predicted_hit_rate,
+                predicted_hit_rate=self._predicted_hit_rate(),
                 products=products,
                 repeated_tokens=self._repeated_tokens,
                 replicas=tuple(each.to_json() for each in self._replicas.replica_figures)
@@ -335,23 +402,38 @@ class BatchRun(Generic[R]):
         """A plan of all sound lines; after an interruption the plan of this run, None if it had none yet."""
         if not self.is_complete:
             return self._plan
-        sound = ~self._scan.is_bad
+        scan = self._source.whole()
+        sound = ~scan.is_bad
         if self._plan is not None and len(self._plan) == int(sound.sum()):
             return self._plan
-        return plan_of(self._scan, sound)
+        return plan_of(scan, sound)
 
     # -- which lines run, and when -------------------------------------------------------------------------
 
     @cached_property
-    def _lines(self) -> _PlannedLines:
+    def _takes_known_lines(self) -> bool:
+        """Whether lines run before all are known: where an order, several lanes or the best hits need no plan that
+        is made before the first one.
+        """
+        return self._options.order == "file" and not self._replicas and self._is_cache_empty()
+
+    @cached_property
+    def _lines(self) -> _PlannedLines | _FileLines[R]:
+        if self._takes_known_lines:
+            return _FileLines(self._source, self._records, _OneLane(cast("SingleRuntime[R]", self._runtime)))
         return self.planned_lines()
+
+    def _positions(self) -> tuple[Int64Array, Int64Array]:
+        """Of the sound lines without a record: those that do not fit in the pool, and the others."""
+        scan = self._source.whole()
+        positions = self._records.unfinished(np.flatnonzero(~scan.is_bad))
+        is_too_long = scan.too_long(positions, self._runtime.limits.pool_tokens)
+        return positions[is_too_long], positions[~is_too_long]
 
     def planned_lines(self) -> _PlannedLines:
         """The sound lines without a record, in the order in which they run."""
-        scan, limits = self._scan, self._runtime.limits
-        positions = np.flatnonzero(~scan.is_bad & ~self._records.finished)
-        is_too_long = scan.too_long(positions, limits.pool_tokens)
-        too_long, positions = positions[is_too_long], positions[~is_too_long]
+        scan, limits = self._source.whole(), self._runtime.limits
+        too_long, positions = self._positions()
         self._plan = plan = self._plan_of(positions)
         num_answers = scan.demands().num_answers
         if self._options.order == "file":
@@ -365,18 +447,27 @@ class BatchRun(Generic[R]):
         all_fit = plan.pool_for_all <= limits.pool_tokens
         drops_prefixes = not (all_fit or self._options.keep_cache)
         if all_fit or drops_prefixes:
-            self._predicted_hit_rate = self._prediction(plan)
+            # Told in the end: of 200,000 prompts it takes longer than to plan them.
+            self._predicted_hit_rate = partial(self._prediction, plan, self._runtime.cache_stats())
         keep = plan.keep if drops_prefixes else None
         return _PlannedLines(too_long, plan.run.order, keep, pieces, num_answers, self._handout(pieces))
+
+    @property
+    def _handed_out(self) -> Handout:
+        """Of the pieces of a planned run, which several lanes need."""
+        assert isinstance(self._lines, _PlannedLines)
+        return self._lines.handout
 
     def _handout(self, pieces: Pieces) -> Handout:
         if self._replicas:
             return self._replicas.handout(pieces)
         return Handout(Dispatch(shards(pieces, 1)), self._lanes, first=0)
 
-    def _prediction(self, plan: BatchPlan) -> float | None:
-        """The hit rate to expect; None if there is no cache, it has two tiers, or what it has may be evicted."""
-        stats, limits = self._runtime.cache_stats(), self._runtime.limits
+    def _prediction(self, plan: BatchPlan, stats: CacheStats) -> float | None:
+        """The hit rate to expect, with those figures of the cache at first; None if there is no cache, it has two
+        tiers, or what it has may be evicted.
+        """
+        limits = self._runtime.limits
         if not self._runtime.reuses_prefixes or stats.host_capacity or not len(plan):
             return None
         held = stats.capacity - stats.free
@@ -387,17 +478,29 @@ class BatchRun(Generic[R]):
         return plan.predict_without_eviction().hit_rate if fits and not self._replicas else None
 
     def _plan_of(self, positions: Int64Array) -> BatchPlan:
+        scan, no_cache = self._source.whole(), self._takes_known_lines or not self._runtime.reuses_prefixes
+        held = None if no_cache or self._is_cache_empty() else self._runtime.cached_len
+        return plan_batch(scan.tokens, scan.demands(self._runtime.limits.pool_tokens), positions, held)
+
+    def _is_cache_empty(self) -> bool:
         stats = self._runtime.cache_stats()
-        is_empty = stats.free == stats.capacity and not stats.host_tokens
-        held = None if is_empty or not self._runtime.reuses_prefixes else self._runtime.cached_len
-        return plan_batch(self._scan.tokens, self._scan.demands(self._runtime.limits.pool_tokens), positions, held)
+        return stats.free == stats.capacity and not stats.host_tokens
 
     def _goes_on(self) -> bool:
         """Submit waiting lines, unless the batch is interrupted. Whether there is a pass to run or to wait for."""
-        if not self._interrupted.is_set():
+        while not self._interrupted.is_set():
+            if not self._knows_all:
+                self._knows_all = self._source.is_whole
+                self._records.refuse_bad_lines()
             self._feed()
-            waits_for_a_lane = self._retries.is_active or not self._lines.handout.is_done
-            return self._runtime.has_work or (waits_for_a_lane and not self._pending)
+            if self._runtime.has_work:
+                return True
+            lines = self._lines
+            waits = self._retries.is_active or not lines.is_done
+            if isinstance(lines, _PlannedLines) or not waits or self._pending:
+                return waits and not self._pending  # for a lane
+            self._records.end_pass()
+            lines.wait()
         self._abort_not_begun()
         in_time = self._interrupted.age < self._options.drain_seconds
         return bool(self._pending) and in_time and self._runtime.has_work
@@ -412,15 +515,15 @@ class BatchRun(Generic[R]):
                 self._submit(ready, again)
                 fed = True
             if not self._retries.is_active:
-                for lane, pieces in self._lines.handout.next():
-                    self._submit(lane, list(map(self._lines.line, pieces)))
+                for lane, lines in self._lines.next():
+                    self._submit(lane, lines)
                     fed = True
             fed = fed and not self._pending  # all of them were refused
 
     def _submit(self, lane: int, planned: list[_Line]) -> None:
-        scan, requests = self._scan, []
+        source, requests = self._source, []
         positions = dict.fromkeys(line.position for line in planned)  # once each
-        read = dict(zip(positions, scan.read(positions), strict=True))
+        read = dict(zip(positions, source.read(positions), strict=True))
         for line in planned:
             sound = read[line.position]
             assert isinstance(sound, SoundLine)
@@ -428,7 +531,7 @@ class BatchRun(Generic[R]):
                 self._end(lane, line)
                 self._answer(line, sound.reply, failure)
                 continue
-            number, tokens = int(scan.lines[line.position]), scan.tokens[line.position]
+            number, tokens = int(source.lines[line.position]), source.prompt(line.position)
             try:
                 request = self._runtime.prepare(tokens, sound.sampling_params, index=number, keep=line.keep)
             except (PromptError, ParameterError) as error:  # such as one too long for the KV pool
@@ -493,11 +596,11 @@ class BatchRun(Generic[R]):
     def _end(self, lane: int, line: _Line) -> None:
         """A line has ended, or is one to be retried."""
         if line.piece is not None and not line.is_retry:
-            self._lines.handout.end(lane, line.piece)
+            self._handed_out.end(lane, line.piece)
 
     def _lose(self, lane: int, lost: list[tuple[_PendingLine[R], RequestOutput]]) -> None:
         """Lines that a lane was lost with wait again, but for those that are known to end each process."""
-        handout, by_piece = self._lines.handout, {line.line.piece: (line, output) for line, output in lost}
+        handout, by_piece = self._handed_out, {line.line.piece: (line, output) for line, output in lost}
         for line, _ in lost:
             if line.line.is_retry and line.line.piece is not None:
                 handout.suspect(line.line.piece)
@@ -528,7 +631,7 @@ def _key(line: _Line) -> tuple[int, int]:
 
 
 def batch_report(
-    scan: Scan,
+    lines: Sized,
     counts: RecordCounts,
     output_path: Path | None,
     options: BatchConfig,
@@ -541,7 +644,7 @@ def batch_report(
     """Figures of a batch.
 
     Args:
-        scan: the lines.
+        lines: as far as they are known.
         counts: of the records that needed no runtime.
         output_path: where the records are; None for standard output.
         tally, run, timeline: of the requests that have run; nothing if none had to.
@@ -550,7 +653,7 @@ def batch_report(
     total = counts.kept + counts.refused + tally
     return BatchReport(
         output_path=output_path,
-        requests=len(scan),
+        requests=len(lines),
         written=total.records,
         errors=total.errors,
         prompt_tokens=total.prompt_tokens,

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -25,10 +26,10 @@ from radixrt.batch.formats.record import (
     InputRecord,
     LineError,
     LineErrorType,
-    Reply,
     type_of_prompt_error,
 )
 from radixrt.batch.formats.source import BadLine
+from radixrt.batch.known_lines import MAX_REMEMBERED, ROW, KnownLines, SoundLine, read_entries
 from radixrt.errors import ParameterError, PromptError
 from radixrt.files.disk import file_error, new_file
 from radixrt.limits import EXPECTED_TOKENS
@@ -40,10 +41,10 @@ from radixrt.text.prompts import encode_prompts
 from radixrt.text.tokenizer import Tokenizer
 
 MAX_NAMED = 20  # problems that a scan keeps with their messages
+_V = TypeVar("_V")
+_CHECKED = "line", "new_tokens", "num_answers", "match_limit", "is_bad", "is_open"
 BLOCK_LINES, BLOCK_BYTES = 1024, 4 * 2**20  # encoded together, while the next are parsed
-_ENTRIES_FILE = "entries.jsonl"
 _DEFAULTS = SamplingParams()
-_MAX_REMEMBERED = 1024  # parameters that a reader keeps
 
 
 class Checked(Protocol):
@@ -84,14 +85,6 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class SoundLine:
-    """A line that can run, without its tokens."""
-
-    sampling_params: SamplingParams
-    reply: Reply
-
-
-@dataclass(frozen=True)
 class Scan:
     """The N lines of a file that are not blank. Positions count these lines, from 0.
 
@@ -127,10 +120,26 @@ class Scan:
     problems: tuple[Problem, ...]
     num_problems: dict[LineErrorType, int]
     _entries: Path
-    _starts: Int64Array  # of the entries in their file, then its end
+    _entry_ends: Int64Array  # in their file
 
     def __len__(self) -> int:
         return len(self.lines)
+
+    @property
+    def is_whole(self) -> bool:
+        """Yes: see `Lines`."""
+        return True
+
+    def wait(self, known: int, seconds: float) -> None:
+        """There is nothing to wait for: see `Lines`."""
+
+    def whole(self) -> Scan:
+        """This: see `Lines`."""
+        return self
+
+    def prompt(self, position: int) -> Int32Array:
+        """The tokens of a line, `[n]`."""
+        return self.tokens[position]
 
     def demands(self, pool_tokens: int = MAX_NEW_TOKENS) -> Demands:
         """What each line asks for, if each answer has its maximum of tokens. An open one is expected to have some,
@@ -169,15 +178,7 @@ class Scan:
 
         Raises BatchFileError if the file of entries has gone, JournalError if the disk fails.
         """
-        known: dict[str, SamplingParams] = {}
-        try:
-            with open(self._entries, "rb") as file:
-                for position in positions:
-                    start, end = int(self._starts[position]), int(self._starts[position + 1])
-                    file.seek(start)
-                    yield line_of_entry(json.loads(file.read(end - start)), known)
-        except OSError as error:
-            raise file_error(f"cannot read {self._entries}", error) from error
+        return read_entries(self._entries, self._entry_ends, positions)
 
 
 def scan_lines(
@@ -188,6 +189,7 @@ def scan_lines(
     tokenizer: Tokenizer | None,
     check: Check,
     context_length: int | None = None,
+    known: KnownLines | None = None,
 ) -> Scan:
     """Scan all lines. A line with the custom_id of an earlier sound line is bad.
 
@@ -198,15 +200,17 @@ def scan_lines(
         tokenizer: encodes text, a block of lines at a time on its threads.
         check: whether a model can run a line.
         context_length: of the model, so that texts that are far longer are not encoded; None: all are.
+        known: gets the lines as they are checked, for who does not wait for all.
 
     Raises:
         BatchFileError: the input cannot be read, or the files cannot be made.
         JournalError: the disk refuses.
     """
-    with _encoding_thread() as thread, _Writer(folder, check) as writer:
+    known = KnownLines(folder) if known is None else known
+    with _encoding_thread() as thread, _Writer(folder, check, known) as writer:
         before: _Block | None = None
         for block in _blocks(lines):
-            records = [(line, writer.parsed(line, text, parser)) for line, text in block]
+            records = writer.parsed(block, parser)
             encoding = thread.submit(_encoded, [record for _, record in records], tokenizer, context_length)
             if before is not None:  # it was encoded while this one was parsed
                 writer.write(*before)
@@ -226,12 +230,39 @@ def _encoding_thread() -> Iterator[ThreadPoolExecutor]:
         thread.shutdown(wait=False, cancel_futures=True)
 
 
+class _ByParams(Generic[_V]):
+    """Something of each of the latest parameters. The same object is found without a hash of all its values."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[SamplingParams, _V]] = {}  # by identity, as long as the object is here
+        self._known: dict[SamplingParams, _V] = {}
+
+    def get(self, params: SamplingParams) -> _V | None:
+        if (found := self._found.get(id(params))) is not None:
+            return found[1]
+        value = self._known.get(params)
+        if value is not None:
+            self._find(params, value)
+        return value
+
+    def put(self, params: SamplingParams, value: _V) -> None:
+        if len(self._known) >= MAX_REMEMBERED:
+            self._known.clear()
+        self._known[params] = value
+        self._find(params, value)
+
+    def _find(self, params: SamplingParams, value: _V) -> None:
+        if len(self._found) >= MAX_REMEMBERED:
+            self._found.clear()
+        self._found[id(params)] = params, value
+
+
 class _Checks:
     """Checks of prompts: of those with the same parameters, what a longer one may do the others may, too."""
 
     def __init__(self, check: Check) -> None:
         self._check = check
-        self._known: dict[SamplingParams, Checked] = {}  # the longest one of each
+        self._known: _ByParams[Checked] = _ByParams()  # the longest one of each
         self._greatest = -1  # of the token ids that were checked
 
     def of(self, record: InputRecord, ids: Int32Array | None, line: int) -> tuple[Int32Array, Checked]:
@@ -246,9 +277,7 @@ class _Checks:
         depends = params.prompt_logprobs is not None or params.truncate_prompt_tokens is not None
         if not depends and checked.max_new_tokens == params.max_new_tokens:
             if model is None or len(own) > len(model.prompt_ids):
-                if len(self._known) >= _MAX_REMEMBERED:
-                    self._known.clear()
-                self._known[params] = checked
+                self._known.put(params, checked)
             self._greatest = max(self._greatest, int(own.max()))
         return own, checked
 
@@ -257,21 +286,19 @@ class _Checks:
 
 
 class _Writer:
-    def __init__(self, folder: Path, check: Check) -> None:
+    def __init__(self, folder: Path, check: Check, known: KnownLines) -> None:
+        self._known = known
         self._checks = _Checks(check)
-        self._params_json: dict[SamplingParams, str] = {}
-        self._path = folder / _ENTRIES_FILE
+        self._params_json: _ByParams[str] = _ByParams()
+        self._path = known.entries_path
         self._tokens = TokenWriter(folder)
         self._hash, self._tokens_hash = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
         self._cuts_hash, self._has_cuts = hashlib.blake2b(digest_size=16), False
         self._end_ids: set[int] = set()
         self._ids: set[bytes] = set()  # hashes of the sound lines' custom_ids
-        self._columns: list[
-            tuple[int, int, int, int, bool, bool]
-        ] = []  # line, new tokens, answers, match limit, bad
-        self._blocks: list[Int64Array] = []
-        self._ends: list[Int64Array] = [np.zeros(1, np.int64)]
-        self._end = 0
+        # Of the block: line, new tokens, answers, match limit, bad, open.
+        self._columns: list[tuple[int, int, int, int, bool, bool]] = []
+        self._end = 0  # of the entries
         self._problems: list[Problem] = []
         self._counts: Counter[LineErrorType] = Counter()
         with self._refusals():
@@ -285,14 +312,14 @@ class _Writer:
             self._file.close()
         self._tokens.__exit__(*error)
 
-    def parsed(self, line: int, text: bytes | BadLine, parser: LineParser) -> InputRecord | LineError:
-        """Parse the next line."""
-        told = text.message.encode() if isinstance(text, BadLine) else text
-        self._hash.update(b"%d %d\n" % (line, len(told)) + told)
-        try:
-            return parser.parse(text)
-        except LineError as error:
-            return error
+    def parsed(self, block: Sequence[tuple[int, bytes | BadLine]], parser: LineParser) -> _Records:
+        """Parse the next lines."""
+        hashed: list[bytes] = []
+        for line, text in block:
+            told = text.message.encode() if isinstance(text, BadLine) else text
+            hashed += b"%d %d\n" % (line, len(told)), told
+        self._hash.update(b"".join(hashed))  # at once: without the interpreter's lock
+        return [(line, _parsed(text, parser)) for line, text in block]
 
     def write(self, block: _Records, encoding: Future[list[Int32Array | PromptError | None]]) -> None:
         """Check and write a block of lines whose prompts are encoded."""
@@ -301,30 +328,38 @@ class _Writer:
             prompt, entry = self._checked(line, record, ids)
             prompts.append(prompt)
             entries.append(entry.encode() + b"\n")
+        hashed: list[bytes | memoryview] = []
         for (_, record), prompt in zip(block, prompts, strict=True):
             # An empty text was a bad line once: runs that were begun then go on.
-            hashed = prompt[:0] if isinstance(record, InputRecord) and record.prompt == "" else prompt
-            self._tokens_hash.update(np.int64(len(hashed)).tobytes() + hashed.astype("<i4").tobytes())
+            own = prompt[:0] if isinstance(record, InputRecord) and record.prompt == "" else prompt
+            hashed += len(own).to_bytes(8, sys.byteorder), np.ascontiguousarray(own, "<i4").data
+        self._tokens_hash.update(b"".join(hashed))
+        end = self._tokens.num_tokens
         self._tokens.append(prompts)
+        self._tokens.flush()
         with self._refusals():
             self._file.write(b"".join(entries))
-        self._ends.append(self._end + np.cumsum([len(entry) for entry in entries], dtype=np.int64))
-        self._end = int(self._ends[-1][-1]) if entries else self._end
-        self._blocks.append(np.array(self._columns, dtype=np.int64).reshape(-1, 6))
-        self._columns = []
+            self._file.flush()
+        rows = np.zeros(len(block), ROW)
+        for name, values in zip(_CHECKED, zip(*self._columns, strict=True), strict=True):
+            rows[name] = values
+        rows["tokens_end"] = end + np.cumsum([len(prompt) for prompt in prompts], dtype=np.int64)
+        rows["entry_end"] = self._end + np.cumsum([len(entry) for entry in entries], dtype=np.int64)
+        self._end, self._columns = int(rows["entry_end"][-1]), []
+        self._known.add(rows)
 
     def finish(self) -> Scan:
         with self._refusals():
             self._file.close()
-        columns = np.concatenate([np.zeros((0, 6), np.int64), *self._blocks])
+        rows = self._known.rows
         return Scan(
-            lines=columns[:, 0].copy(),
+            lines=rows["line"].copy(),
             tokens=self._tokens.finish(),
-            new_tokens=columns[:, 1].astype(np.int32),
-            num_answers=columns[:, 2].astype(np.int32),
-            match_limits=columns[:, 3].astype(np.int32),
-            is_bad=columns[:, 4].astype(np.bool_),
-            is_open=columns[:, 5].astype(np.bool_),
+            new_tokens=rows["new_tokens"].copy(),
+            num_answers=rows["num_answers"].copy(),
+            match_limits=rows["match_limit"].copy(),
+            is_bad=rows["is_bad"].copy(),
+            is_open=rows["is_open"].copy(),
             input_hash=self._hash.hexdigest(),
             tokens_hash=self._tokens_hash.hexdigest(),
             cuts_hash=self._cuts_hash.hexdigest() if self._has_cuts else None,
@@ -332,7 +367,7 @@ class _Writer:
             problems=tuple(self._problems),
             num_problems=dict(self._counts),
             _entries=self._path,
-            _starts=np.concatenate(self._ends),
+            _entry_ends=rows["entry_end"].copy(),
         )
 
     def _checked(
@@ -369,9 +404,7 @@ class _Writer:
         if params.form is not None:  # `line_format` tells what has compiled it
             reply = {**reply, FORM_ENGINE: getattr(getattr(checked, "form", None), "engine", None)}
         if (spelled := self._params_json.get(params)) is None:
-            if len(self._params_json) >= _MAX_REMEMBERED:
-                self._params_json.clear()
-            spelled = self._params_json[params] = _dumped(parameters_as_json(params))
+            self._params_json.put(params, spelled := _dumped(parameters_as_json(params)))
         return prompt, f'{{"params":{spelled},"reply":{_dumped(reply)}}}'
 
     def _take_custom_id(self, record: InputRecord) -> None:
@@ -391,8 +424,14 @@ class _Writer:
             raise file_error(f"cannot write {self._path}", error) from error
 
 
-def _dumped(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"))
+def _parsed(text: bytes | BadLine, parser: LineParser) -> InputRecord | LineError:
+    try:
+        return parser.parse(text)
+    except LineError as error:
+        return error
+
+
+_dumped = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def _blocks(lines: Iterable[tuple[int, bytes | BadLine]]) -> Iterator[list[tuple[int, bytes | BadLine]]]:
@@ -433,15 +472,3 @@ def parameters_as_json(params: SamplingParams) -> dict[str, Any]:
     if "logit_bias" in given:
         given["logit_bias"] = {str(token): bias for token, bias in params.logit_bias}
     return given
-
-
-def line_of_entry(entry: dict[str, Any], known: dict[str, SamplingParams]) -> SoundLine | LineError:
-    """The line of an entry. Equal parameters become one object, which `known` remembers."""
-    if "error" in entry:
-        return LineError(LineErrorType(entry["error"]), entry["message"], entry["reply"])
-    text = repr(entry["params"])
-    if text not in known:
-        if len(known) == _MAX_REMEMBERED:
-            known.clear()
-        known[text] = SamplingParams(**entry["params"])
-    return SoundLine(known[text], entry["reply"])

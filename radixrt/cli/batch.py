@@ -186,9 +186,8 @@ def _batch(arguments: argparse.Namespace) -> int:
             builder.tokenizer,
             lambda prompt, params, line: builder.build(prompt, params, index=line),
             builder.context_length,
+            named=lambda summary: print(f"radixrt: {summary}", file=sys.stderr),
         )
-        if scanned.lines.problems:
-            print(f"radixrt: {scanned.lines.summary()}", file=sys.stderr)
         try:
             if scanned.needs_runtime() and (arguments.replicas != 1 or arguments.ray is not None):
                 with group_of(arguments) as group:

@@ -117,8 +117,9 @@ def _questions(arguments: argparse.Namespace) -> tuple[list[Question], ModelConf
     """
     from radixrt.batch.formats.line_format import LineParser
     from radixrt.batch.formats.source import read_lines
+    from radixrt.batch.known_lines import SoundLine
     from radixrt.batch.meter import reading_bar
-    from radixrt.batch.scan import SoundLine, scan_lines
+    from radixrt.batch.scan import scan_lines
     from radixrt.builtin import MODEL_PATH
     from radixrt.files.disk import temporary_folder
     from radixrt.files.standard import place_name

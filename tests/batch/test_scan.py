@@ -17,11 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixrt.asked_form import FORM_ENGINES
+from radixrt.batch import known_lines
 from radixrt.batch import scan as scan_module
 from radixrt.batch.formats.line_format import LineParser
 from radixrt.batch.formats.record import InputRecord, LineError, LineErrorType
 from radixrt.batch.formats.source import BadLine
-from radixrt.batch.scan import MAX_NAMED, Scan, SoundLine, _Checks, scan_lines
+from radixrt.batch.known_lines import SoundLine, line_of_entry
+from radixrt.batch.scan import MAX_NAMED, Scan, _Checks, scan_lines
 from radixrt.builtin import MODEL_PATH
 from radixrt.errors import BatchFileError, JournalError, ParameterError, PromptError
 from radixrt.frontend.request_builder import RequestBuilder
@@ -208,7 +210,7 @@ FORMS = st.one_of(
 def test_parameters_come_back_from_the_disk(params: SamplingParams, form: dict[str, Any]) -> None:
     params = replace(params, **form)
     text = json.dumps({"params": scan_module.parameters_as_json(params), "reply": {}})
-    entry = scan_module.line_of_entry(json.loads(text), {})
+    entry = line_of_entry(json.loads(text), {})
     assert isinstance(entry, SoundLine)
     assert entry.sampling_params == params
 
@@ -264,7 +266,7 @@ def test_a_disk_that_cannot_be_read(
     def fail(*args: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(scan_module, "open", fail, raising=False)
+    monkeypatch.setattr(known_lines, "open", fail, raising=False)
     with pytest.raises(JournalError, match=r"cannot read .*/entries\.jsonl: Input/output error; see to the disk"):
         list(found.read([0]))
 

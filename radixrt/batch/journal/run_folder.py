@@ -89,6 +89,12 @@ class RunFolder:
             exists = self._disk.exists(self._journal_path)
             return read_kept(self._journal_path, self._disk) if exists else None
 
+    def begins_anew(self, *, replace: bool = False, restart: bool = False) -> bool:
+        """Whether `begin` will make a journal, whatever the manifest. Raises JournalError if the disk refuses."""
+        with self._refusals(self.path):
+            has_journal = not restart and self._disk.exists(self._journal_path)
+            return not has_journal and (replace or not self._disk.exists(self._output))
+
     def begin(
         self,
         manifest: Manifest,

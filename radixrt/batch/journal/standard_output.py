@@ -21,7 +21,7 @@ _WAITING_FILE = "waiting"
 
 
 class StandardOutput:
-    """Lines put at positions 0 to N - 1 in any order, each printed once all before it are.
+    """Lines put at positions from 0 on in any order, each printed once all before it are.
 
     Leaving the context prints the lines that wait after a gap, in order. Standard output itself stays open.
 
@@ -30,7 +30,6 @@ class StandardOutput:
 
     Args:
         folder: for a file of waiting lines, of at most the size of all lines.
-        num_lines: N.
 
     Raises:
         BatchFileError: it is closed, or refuses. Nothing is tried again.
@@ -38,9 +37,8 @@ class StandardOutput:
         JournalError: the disk with the waiting lines refuses. Lines that wait already are printed on leaving.
     """
 
-    def __init__(self, folder: Path, num_lines: int) -> None:
-        self._waiting = WaitingLines(folder / _WAITING_FILE, num_lines)
-        self._num_lines = num_lines
+    def __init__(self, folder: Path) -> None:
+        self._waiting = WaitingLines(folder / _WAITING_FILE)
         self.durable = 0
         try:
             self._file = _own_file()
@@ -60,7 +58,15 @@ class StandardOutput:
     @property
     def finished(self) -> BoolArray:
         """No lines: no earlier run has left any."""
-        return np.zeros(self._num_lines, np.bool_)
+        return np.zeros(0, np.bool_)
+
+    @property
+    def keeps(self) -> bool:
+        """Yes: what is printed stays."""
+        return True
+
+    def begin(self) -> None:
+        """Nothing changes once all lines are known."""
 
     def append(self, position: int, line: bytes) -> None:
         """Take the line of `position`, its newline included."""

@@ -16,25 +16,25 @@ from radixrt.files.disk import DISK, file_error
 
 
 class WaitingLines:
-    """Lines by position, put in any order, each taken once. Each position takes 16 bytes of memory.
+    """Lines by position, put in any order, each taken once. Each position up to the last one that was put takes 16
+    to 32 bytes of memory.
 
     The file is made with the first line, and has all lines since it was last empty. It stays after `close`: its
     folder is temporary.
 
     Args:
         path: of the file, for this object alone. An existing file is replaced.
-        num_lines: N, positions are 0 to N - 1.
 
     Raises:
         BatchFileError: there can be no such file.
         JournalError: the disk refuses. That line is not kept; the others are.
     """
 
-    def __init__(self, path: Path, num_lines: int) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
         self._fd = -1
-        self._starts = np.full(num_lines, -1, dtype=np.int64)  # in the file; -1: the line does not wait
-        self._lengths = np.zeros(num_lines, dtype=np.int64)
+        self._starts = np.zeros(0, dtype=np.int64)  # in the file; -1: the line does not wait
+        self._lengths = np.zeros(0, dtype=np.int64)
         self._count = 0
 
     def __contains__(self, position: int) -> bool:
@@ -47,6 +47,10 @@ class WaitingLines:
                 self._fd = DISK.open_own(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
             start = DISK.fstat(self._fd).st_size  # after a partial line, too, if a write failed
             DISK.write_all(self._fd, line)
+        if position >= len(self._starts):
+            more = max(position + 1, 2 * len(self._starts)) - len(self._starts)
+            self._starts = np.append(self._starts, np.full(more, -1))
+            self._lengths = np.append(self._lengths, np.zeros(more, np.int64))
         self._starts[position], self._lengths[position] = start, len(line)
         self._count += 1
 

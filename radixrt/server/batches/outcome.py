@@ -17,7 +17,8 @@ from radixrt.batch.formats.openai_batch import openai_unanswered
 from radixrt.batch.formats.strict_json import dump_line
 from radixrt.batch.journal.journal import Journal
 from radixrt.batch.journal.run_folder import RunFolder
-from radixrt.batch.scan import Scan, SoundLine
+from radixrt.batch.known_lines import SoundLine
+from radixrt.batch.scan import Scan
 from radixrt.batch.tally import Tally
 from radixrt.server.files.record import OUTPUT
 from radixrt.server.files.store import Draft, FileStore

@@ -25,7 +25,7 @@ HOME = Path(radixrt.__file__).resolve().parent.parent
 
 
 def test_lines_come_in_order_and_at_once(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    with StandardOutput(tmp_path, 7) as output:
+    with StandardOutput(tmp_path) as output:
         for position, shown in ((1, b""), (0, b"0\xff\n1\xff\n"), (3, b""), (2, b"2\xff\n3\xff\n"), (5, b"")):
             output.append(position, b"%d\xff\n" % position)
             output.sync()
@@ -40,7 +40,7 @@ def test_any_order_gives_one_order(
     tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes], order: list[int], count: int
 ) -> None:
     """Also if it is left before all lines are there, by an exception as well."""
-    with suppress(KeyboardInterrupt), StandardOutput(tmp_path, 12) as output:
+    with suppress(KeyboardInterrupt), StandardOutput(tmp_path) as output:
         for done, position in enumerate(order[:count], 1):
             output.append(position, b"%d\n" % position)
             gap = next((place for place in range(12) if place not in order[:done]), 12)
@@ -55,7 +55,7 @@ def test_what_waits_takes_no_memory(tmp_path: Path, capfdbinary: pytest.CaptureF
     sizes = []
     tracemalloc.start()
     try:
-        with StandardOutput(tmp_path, 60) as output:
+        with StandardOutput(tmp_path) as output:
             for position in [*range(19, -1, -1), *range(39, 20, -1)]:
                 output.append(position, bytes([65 + position]) * 2**20)
                 sizes.append(sum(path.stat().st_size for path in tmp_path.iterdir()) // 2**20)
@@ -71,20 +71,20 @@ def test_what_waits_takes_no_memory(tmp_path: Path, capfdbinary: pytest.CaptureF
 def test_a_disk_with_no_room_for_what_waits(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     """What has found room is printed, whole."""
     refused = pytest.raises(JournalError, match="waiting: File too large; raise the limit")
-    with StandardOutput(tmp_path, 5) as output:
+    with StandardOutput(tmp_path) as output:
         output.append(4, b"four\n")
         with file_limit(10), refused:
             output.append(2, b"two, and too long\n")
         output.append(3, b"three\n")
     assert capfdbinary.readouterr().out == b"three\nfour\n"
     with pytest.raises(BatchFileError, match=r"cannot write .*waiting: Not a directory") as caught:
-        StandardOutput(tmp_path / "waiting", 2).append(1, b"x")
+        StandardOutput(tmp_path / "waiting").append(1, b"x")
     assert caught.type is BatchFileError
 
 
 def test_what_waited_and_has_gone(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     gone = pytest.raises(JournalError, match=r"cannot read .*waiting: the file is cut short; see to the disk")
-    with gone, StandardOutput(tmp_path, 3) as output:
+    with gone, StandardOutput(tmp_path) as output:
         output.append(1, b"one\n")
         output.append(2, b"two\n")
         os.truncate(tmp_path / "waiting", 4)
@@ -98,7 +98,7 @@ import sys
 from pathlib import Path
 from radixrt.batch.journal.standard_output import StandardOutput
 print("before")
-with StandardOutput(Path(sys.argv[1]), 1) as output:
+with StandardOutput(Path(sys.argv[1])) as output:
     output.append(0, b"record\\n")
 print("behind")
 """
@@ -112,10 +112,10 @@ def test_standard_output_that_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(BatchFileError, match="cannot write standard output: "):
-        StandardOutput(tmp_path, 1)  # what capsys puts there is no file
+        StandardOutput(tmp_path)  # what capsys puts there is no file
     monkeypatch.setattr(sys, "stdout", None)
     with pytest.raises(BatchFileError, match="cannot write standard output: it is closed"):
-        StandardOutput(tmp_path, 1)
+        StandardOutput(tmp_path)
 
 
 def test_a_reader_that_goes_away(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ from pathlib import Path
 from radixrt.batch.journal.standard_output import StandardOutput
 from radixrt.errors import BatchFileError
 try:
-    with StandardOutput(Path(sys.argv[1]), 100_000) as output:
+    with StandardOutput(Path(sys.argv[1])) as output:
         for position in range(100_000):
             output.append(position, b"x" * 100)
 except BatchFileError as error:
@@ -155,7 +155,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from radixrt.batch.journal.standard_output import StandardOutput
-with StandardOutput(Path(sys.argv[1]), 2) as output:
+with StandardOutput(Path(sys.argv[1])) as output:
     output.append(1, b"record\\n")  # it waits, and is tried when it is left
 """
     with open("/dev/full", "wb") as full:
