@@ -226,8 +226,8 @@ class RadixTree:
         return Match(node, inside, start.length + done)
 
     def slots_of(self, end: Node) -> Slots:
-        """The slots of the whole path of a node on the device, `[depth in tokens]`; not to be changed: who asks next
-        for the same path, as those do that share it, gets the same.
+        """The slots of the whole path of a node on the device, `[depth in tokens]`. They must not change: whoever
+        asks next for the same path, as those do that share it, gets this array.
         """
         if self._asked[0] is not end or self._asked[1] != self.moves:
             parts = [node.slots[DEVICE] for node in self.path(end)]

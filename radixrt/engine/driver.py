@@ -513,7 +513,8 @@ class Driver:
         if call is None or call.requests.get(request.id) is not first:
             return
         # The last ones mostly end last: to begin with the first would look at all of them each time.
-        if not first.finished or (first.children and not all(child.finished for child in reversed(first.children))):
+        others = first.children
+        if not first.finished or (others and not all(child.finished for child in reversed(others))):
             return
         cut: BaseException | None = None
         try:

@@ -40,8 +40,8 @@ class ExtendChunk(NamedTuple):
     def next_of(
         cls, answer: Answer, lease: Lease, extend_len: int, cache: PrefixCache, budget: int
     ) -> ExtendChunk | None:
-        """The next tokens of an answer's extend over `extend_len`, as many as the budget allows; None if there are no
-        slots for them.
+        """The next tokens of an answer's extend over `extend_len`, as many as the budget allows; None if there are
+        no slots for them.
         """
         log, start = answer.log, lease.allocated_len
         end = min(start + budget, extend_len)
@@ -102,8 +102,8 @@ class Admission:
         return MAX_LOOK_AHEAD if self._cache.keeps_states else 0
 
     def admit(self, budget: int, places: int, max_ranked: int) -> list[ExtendChunk]:
-        """Admit at most `places` of the first `max_ranked` answers that wait. Returns their first chunks, of at most
-        `budget` tokens in all.
+        """Admit at most `places` of the first `max_ranked` answers that wait. Returns their first chunks, of at
+        most `budget` tokens in all.
         """
         chunks: list[ExtendChunk] = []
         begun: list[Lease] = []  # of each chunk's answer

@@ -39,7 +39,7 @@ class SchedulerConfig:
     policy: SchedulePolicy = SchedulePolicy.LPM
     max_ranked: int = 512  # answers at the head of the queue that are considered for a pass
     max_times_skipped: int = 256  # admissions that the oldest waiting answer of a priority lets pass
-    first_ranked: int = 96  # those for a pass that the device waits for, as for the first: fewer are planned sooner
+    first_ranked: int = 96  # those for a pass that the device waits for, such as the first: it is planned sooner
     max_loaded_chunks: int = 4  # about how many chunks of tokens a pass waits for from the host
     room_passes: int = 4  # decode passes to make room for once answers must be retracted
     num_lanes: int = 1  # parts of the decoding answers that take turns, for as many passes in flight; see `Lanes`

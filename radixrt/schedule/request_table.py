@@ -45,16 +45,16 @@ class RequestTable:
         self.tokens = sparse_table(max_requests, max_context_len)  # the known ones
         self.stops = np.full((max_requests, MAX_STOPS), NO_TOKEN, dtype=np.int32)  # fewer end with NO_TOKEN
         self._most_stops = 0  # of any request so far
-        # It may end before max_len; each of its tokens, or what its extend ends with, is booked on its own; an answer
-        # runs in it.
+        # It may end before max_len; each of its tokens, or what its extend ends with, is booked on its own; an
+        # answer runs in it.
         self.may_stop, self.is_special, self.begins_alone, self.runs = np.zeros((4, max_requests), dtype=bool)
         # For lanes: the number of the last pass that draws for a row, once it decodes; and of its admission.
         self.drawn_in, self.admissions = np.zeros((2, max_requests), dtype=np.int64)
         self._num_admissions = 0
 
     def begin(self, rows: Sequence[int], requests: Sequence[Request], known: Sequence[Tokens]) -> None:
-        """Take over the `known` tokens, `[n]` each, of answers that run from now on, in distinct `rows`, and extend
-        over all of them.
+        """Take over the `known` tokens, `[n]` each, of answers that run from now on, in distinct `rows`, and
+        extend over all of them.
         """
         for row, tokens in zip(rows, known, strict=True):
             self.tokens[row, : len(tokens)] = tokens

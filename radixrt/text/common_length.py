@@ -7,8 +7,8 @@ from __future__ import annotations
 
 
 def common_length(one: str, other: str, guess: int = 0) -> int:
-    """Characters that two texts begin with alike: slices are compared at the speed of memory, each twice as long as
-    the one before from `guess` on, then by halves.
+    """Characters that two texts begin with alike: slices are compared at the speed of memory, from `guess` on each
+    twice as long as the one before, then by halves.
     """
     low, high = 0, min(len(one), len(other))
     if 0 < guess < high and other.startswith(one[:guess]):

@@ -1,7 +1,5 @@
 """The ids of words, remembered: few processors put texts together from them in less time than they encode them."""
 
-# Tests: tests/text/test_known_words.py
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

@@ -42,7 +42,7 @@ class NotedRunner(ConstantRunner):
 
 
 def many(runner: NotedRunner, policy: SchedulePolicy = SchedulePolicy.LPM) -> Runtime:
-    """A Runtime of 50 requests at once, which looks at the first 100 of those that wait, for its first pass at 40."""
+    """A Runtime of 50 requests at once, which looks at the first 100 of those that wait, at first at 40."""
     limits = RunLimits(4000, 50, 400)
     parts = simulated_parts(runner, limits, 40, vocab_size=256)
     config = replace(parts.scheduler.config, max_ranked=100, first_ranked=40, policy=policy)

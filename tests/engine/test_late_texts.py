@@ -234,7 +234,7 @@ def test_ids_that_the_model_lacks() -> None:
     parts = simulated_parts(NotedRunner(), RunLimits(4000, 50, 400), CONTEXT, vocab_size=50, tokenizer=TOKENIZER)
     texts = texts_of(300)
     with Runtime.from_parts(parts) as runtime:
-        with pytest.raises(PromptError, match="holds token id .*; the model's ids are 0 to 49"):
+        with pytest.raises(PromptError, match=r"holds token id .*; the model's ids are 0 to 49"):
             runtime.generate(texts, SHORT)
         assert is_empty(runtime)
 
