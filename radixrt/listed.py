@@ -14,6 +14,7 @@ from radixrt.errors import ParameterError, PromptError, RadixrtError, TokenizerE
 from radixrt.frontend.arguments import OnError, Params, Prompt, named_together, one_each, own_ids, read_params
 from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.output import RequestOutput
+from radixrt.pauses import with_pauses
 from radixrt.planning.demands import Demands
 from radixrt.planning.token_store import TokenStore
 from radixrt.prefixes.order import prefix_order
@@ -314,7 +315,7 @@ class LateTexts(LateRequests):
         failure: Exception | None
         failure = lost = RadixrtError("texts are not encoded: their thread has ended")
         try:
-            for block in self._tree.encoded(tokenizer.codec.encode, tokenizer.lead):
+            for block in self._tree.encoded(tokenizer.codec.encode, tokenizer.lead, with_pauses):
                 self._check(place, block, longest)
                 place += len(block)
                 if self._is_over:
@@ -332,7 +333,7 @@ class LateTexts(LateRequests):
     def _check(self, place: int, block: Sequence[Int32Array], longest: list[int]) -> None:
         """Take the ids of texts from a place on."""
         sound: list[Int32Array] = []
-        for number, ids in zip(self._tree.order[place:], block, strict=False):
+        for number, ids in with_pauses(zip(self._tree.order[place:], block, strict=False)):
             kind = self._kind[number]
             try:
                 if not len(ids) or self._may_be_unknown:

@@ -21,9 +21,10 @@ from radixrt.engine.calls import N, PendingCall, StreamCall
 from radixrt.engine.engine import Engine
 from radixrt.engine.gc_control import old_objects_left_alone
 from radixrt.engine.signals import deferred
-from radixrt.engine.wakers import WOKEN_AT_ONCE, NewsListener, Sleeper, Waker, wake_soon
+from radixrt.engine.wakers import NewsListener, Sleeper, Waker, wake_soon
 from radixrt.errors import ParameterError, RadixrtError
 from radixrt.output import RequestOutput
+from radixrt.pauses import with_pauses
 from radixrt.schedule.answer import Answer
 from radixrt.schedule.request import LateRequests, Request
 
@@ -529,11 +530,3 @@ class Driver:
         self._told.append(call)
         if cut is not None:  # such as a panic of the tokenizer's, or a third Ctrl-C
             raise cut
-
-
-def with_pauses(items: Iterable[T]) -> Iterator[T]:
-    """The items; after every few this thread lets go of the interpreter, which the loop's else waits 5 ms for."""
-    for place, item in enumerate(items, 1):
-        yield item
-        if place % WOKEN_AT_ONCE == 0:
-            time.sleep(1e-5)

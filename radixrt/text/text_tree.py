@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, chain, pairwise
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, chain, islice, pairwise
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from radixrt.text.common_length import common_length
 from radixrt.text.cuts import Cuts
 from radixrt.text.text_order import text_order
 
-FIRST, LARGEST = 1 << 16, 1 << 20  # characters that are encoded at a time: few at first, twice as many each time
+FIRST, LARGEST = 1 << 14, 1 << 20  # characters that are encoded at a time: few at first, twice as many each time
 
 Encode = Callable[[list[str]], list[list[int]]]
 
@@ -30,8 +31,11 @@ class TextTree:
         self._texts, self._cuts = texts, cuts
         self.order = text_order(texts)
 
-    def encoded(self, encode: Encode, lead: Sequence[int]) -> Iterator[list[Int32Array]]:
-        """The ids of the texts in their order, with `lead` before each, a block at a time.
+    def encoded(
+        self, encode: Encode, lead: Sequence[int], paced: Callable[[Iterable[Any]], Iterable[Any]] = iter
+    ) -> Iterator[list[Int32Array]]:
+        """The ids of the texts in their order, with `lead` before each, a block at a time; `paced` walks long
+        lists.
 
         Raises what `encode` does, which makes ids of a list of stretches.
         """
@@ -39,14 +43,16 @@ class TextTree:
         last, place, room = "", 0, FIRST
         while place < len(self.order):
             block, shared, size, common = [last], [0], 0, 0
-            while place < len(self.order) and size < room:
-                text = self._texts[self.order[place]]
+            for number in paced(islice(self.order, place, None)):
+                if size >= room:
+                    break
+                text = self._texts[number]
                 common = common_length(block[-1], text, common)
                 shared.append(self._shared(block[-1], text, common))
                 size += len(text) - shared[-1]
                 block.append(text)
                 place += 1
-            ids, known = self._encoded(block, shared, known, encode)
+            ids, known = self._encoded(block, shared, known, encode, paced)
             yield ids
             last, room = block[-1], min(2 * room, LARGEST)
 
@@ -55,7 +61,12 @@ class TextTree:
         return common if common == len(one) == len(other) else self._cuts.last(other, 0, common)
 
     def _encoded(
-        self, block: list[str], shared: list[int], known: dict[int, Int32Array], encode: Encode
+        self,
+        block: list[str],
+        shared: list[int],
+        known: dict[int, Int32Array],
+        encode: Encode,
+        paced: Callable[[Iterable[Any]], Iterable[Any]],
     ) -> tuple[list[Int32Array], dict[int, Int32Array]]:
         """The ids of the texts of a block but for its first, of which beginnings are `known`; and what is known of
         the last. Each text shares so many characters with the one before it.
@@ -70,7 +81,7 @@ class TextTree:
         found = iter(_arrays(encode(stretches)))
         for node in new:
             whole[node] = np.concatenate([whole[parent[node]], next(found)])
-        texts = [np.concatenate([whole[above[i]], next(found)]) for i in range(1, len(block))]
+        texts = [np.concatenate([whole[above[i]], next(found)]) for i in paced(range(1, len(block)))]
         node, path = above[-1], {}
         while node >= 0:
             path[depth[node]] = whole[node]

@@ -27,7 +27,6 @@ from radixrt import DeviceLostError, FinishReason, ParameterError, RadixrtError,
 from radixrt import SamplingParams as Params
 from radixrt.bench.streams import SlowRunner, letters
 from radixrt.engine import driver as driver_module
-from radixrt.engine.driver import with_pauses
 from radixrt.engine.parts import Parts
 from radixrt.engine.wakers import WOKEN_AT_ONCE, Sleeper, Waker, wake_soon
 from radixrt.frontend.request_builder import RequestBuilder
@@ -1066,16 +1065,6 @@ def test_a_closed_loop_is_passed_over() -> None:
         return Sleeper(asyncio.get_running_loop())
 
     wake_soon([asyncio.run(make())])
-
-
-def test_a_pause_after_every_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    pauses: list[int] = []
-    monkeypatch.setattr("radixrt.engine.driver.time.sleep", lambda seconds: pauses.append(len(seen)))
-    for number in with_pauses(range(2 * WOKEN_AT_ONCE + 3)):
-        seen.append(number)
-    assert seen == list(range(2 * WOKEN_AT_ONCE + 3))
-    assert pauses == [WOKEN_AT_ONCE, 2 * WOKEN_AT_ONCE]
 
 
 def test_no_pauses_where_threads_are_switched_soon(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -228,6 +228,20 @@ def test_a_text_that_the_vocabulary_lacks(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(PromptError, match=r"prompt 5 cannot be encoded: the tokenizer cannot encode .* no @"):
             runtime.generate(texts, SHORT)
         assert is_empty(runtime)
+
+
+def test_the_thread_that_encodes_lets_others_have_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    walked: list[int] = []
+
+    def watched(items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            walked.append(1)
+            yield item
+
+    monkeypatch.setattr(listed, "with_pauses", watched)
+    with runtime_of(NotedRunner()) as runtime:
+        runtime.generate(texts_of(300), SHORT)
+    assert len(walked) >= 3 * 300, "to compare texts, to put their ids together, and to check them"
 
 
 def test_ids_that_the_model_lacks() -> None:
