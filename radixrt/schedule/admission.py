@@ -13,17 +13,17 @@ from memory_pool.slot_allocator import Slots
 from radixrt.arrays import Int32Array
 from radixrt.cache.lease import Lease
 from radixrt.cache.prefix_cache import PrefixCache
-from radixrt.cache.radix_tree import Node
+from radixrt.cache.radix_tree import Node, common_prefix
 from radixrt.cache.states import States
 from radixrt.schedule.answer import Answer, place_of
 from radixrt.schedule.neighbours import Neighbours
-from radixrt.schedule.policy import OutputEstimate, SchedulerConfig, admission_order
+from radixrt.schedule.policy import OutputEstimate, SchedulePolicy, SchedulerConfig, admission_order
 from radixrt.schedule.request_table import RequestTable
 from radixrt.schedule.sampling_table import SamplingTable
 
 _NONE = np.zeros(0, np.int32)
 MAX_TOLD = 16  # answers that wait, which are asked for their leaders where none is admitted
-MAX_LOOK_AHEAD = 256  # where states are kept
+MAX_ASKED = 256  # answers, for where they part
 
 
 class ExtendChunk(NamedTuple):
@@ -96,14 +96,18 @@ class Admission:
         if cache.states is not None:
             cache.states.next_use = self._next_use
 
-    @property
-    def look_ahead(self) -> int:
-        """Answers that wait behind those which are considered, and may be asked where they part."""
-        return MAX_LOOK_AHEAD if self._cache.keeps_states else 0
+    def look_ahead(self, device_waits: bool) -> int:
+        """Answers that wait behind those which are considered: they are asked where they part if states are kept,
+        else the last of them may be a scout; no more than are needed where the device waits for the pass.
+        """
+        if self._cache.keeps_states:
+            return MAX_ASKED
+        scouts = self._config.policy is SchedulePolicy.LPM and self._cache.states is None and not device_waits
+        return 2 * self._config.max_ranked if scouts else 0  # two passes begin with no more
 
-    def admit(self, budget: int, places: int, max_ranked: int) -> list[ExtendChunk]:
-        """Admit at most `places` of the first `max_ranked` answers that wait. Returns their first chunks, of at
-        most `budget` tokens in all.
+    def admit(self, budget: int, places: int, max_ranked: int, look_ahead: int) -> list[ExtendChunk]:
+        """Admit at most `places` of the first `max_ranked` answers that wait, and a scout from `look_ahead` behind
+        them. Returns their first chunks, of at most `budget` tokens in all.
         """
         chunks: list[ExtendChunk] = []
         begun: list[Lease] = []  # of each chunk's answer
@@ -118,16 +122,18 @@ class Admission:
             # What goes is free only once passes in flight have ended: for those that begin with the next one, too.
             count = self._num_fitting(budget, places) * (1 + cache.in_flight)
             cache.states.make_room(count, cache.passes, ends_only=True)
-            self._neighbours.add(waiting[: max_ranked + self.look_ahead])
+            self._neighbours.add(waiting[: max_ranked + look_ahead])
         more_urgent = 0  # answers at the head of the queue that were passed over
+        followers: set[Answer] = set()  # who wait for their leaders: nobody takes their places
         loads = config.max_loaded_chunks * config.chunked_prefill_size
-        for answer in self.paced(admission_order(config, waiting[:max_ranked], cache)):
+        scouts = self._scouts(max_ranked, look_ahead, promised)
+        for answer in self.paced([*scouts, *admission_order(config, waiting[:max_ranked], cache)]):
             if budget <= 0 or places <= 0 or loads <= 0:
                 self.refused = answer if places <= 0 else None
                 break
             while (oldest := waiting[more_urgent]).request.priority < answer.request.priority:
                 more_urgent += 1
-            if answer is not oldest and config.is_overdue(oldest):
+            if answer is not oldest and config.is_overdue(oldest) and oldest not in followers:
                 break
             if answer.resumable_after > cache.passes_ended:
                 continue  # just retracted: its tokens in flight are still to come
@@ -140,6 +146,7 @@ class Admission:
                 # A follower: its leader is computing what it needs next, and not in this pass alone. Room is kept
                 # for the rest of it, or leaders of other prefixes would take that, and evict this prefix before it
                 # comes.
+                followers.add(answer)
                 promised += max(0, demand - match.leader_match_len)
                 if cache.keeps_states:
                     match.keep_where_it_parts()
@@ -160,7 +167,7 @@ class Admission:
                 break
             self.leave_queue(answer)
             begun.append(lease)
-            if answer is not oldest:
+            if answer is not oldest and oldest not in followers:
                 oldest.times_skipped += 1
             if answer.log.cached_tokens is None:  # hits are counted once, at the first admission
                 answer.log.cached_tokens = lease.matched
@@ -174,6 +181,25 @@ class Admission:
         if chunks:
             self._run([chunk.answer for chunk in chunks], begun)
         return chunks
+
+    def _scouts(self, max_ranked: int, look_ahead: int, promised: int) -> list[Answer]:
+        """The last answer that waits so far behind those which are considered, if it is the first to compute much
+        that the one before it begins with, too; else none.
+
+        It goes before all: those that begin with the same tokens would fill the queue later, and wait for the pass
+        that computes them, and so would the device. Only where the order is free, and memory is not short.
+        """
+        waiting, cache, config, place = self.waiting, self._cache, self._config, max_ranked + look_ahead
+        if not look_ahead or cache.states is not None or not 1 < place <= len(waiting):
+            return []
+        (before, scout), oldest = waiting[place - 2 : place], waiting[0]
+        is_free = scout.request.priority == oldest.request.priority and not scout.in_order
+        length = min(len(scout.tokens()), len(before.tokens()))
+        if not is_free or config.is_overdue(oldest) or 2 * (promised + length) > cache.slots.num_free:
+            return []
+        shared = common_prefix(scout.tokens()[:length], before.tokens()[:length])
+        match = scout.match_in(cache)
+        return [scout] if shared >= match.length() + config.least_scouted and not match.has_leader() else []
 
     def _num_fitting(self, budget: int, places: int) -> int:
         """About how many of those that wait begin with a pass of so many tokens."""

@@ -39,6 +39,7 @@ class SchedulerConfig:
     policy: SchedulePolicy = SchedulePolicy.LPM
     max_ranked: int = 512  # answers at the head of the queue that are considered for a pass
     max_times_skipped: int = 256  # admissions that the oldest waiting answer of a priority lets pass
+    least_scouted: int = 256  # tokens that several answers begin with, for one of them to go before its turn
     first_ranked: int = 96  # those for a pass that the device waits for, such as the first: it is planned sooner
     max_loaded_chunks: int = 4  # about how many chunks of tokens a pass waits for from the host
     room_passes: int = 4  # decode passes to make room for once answers must be retracted

@@ -105,7 +105,7 @@ class Scheduler:
     def room(self, place: tuple[int, int]) -> int:
         """How many answers from an `Answer.place` on may wait before the next ones are not even looked at."""
         before = bisect.bisect_left(self.waiting, place, key=place_of)
-        return max(0, self._max_ranked + self._admission.look_ahead - before)
+        return max(0, self._max_ranked + self._admission.look_ahead(self._device_waits) - before)
 
     @property
     def _max_ranked(self) -> int:
@@ -198,7 +198,7 @@ class Scheduler:
                 chunks.append(chunk)
                 budget -= len(chunk.slots)
         if self.num_retractions == retractions:  # an answer that has just yielded does not come back at once
-            chunks += admission.admit(budget, places, self._max_ranked)
+            chunks += admission.admit(budget, places, self._max_ranked, admission.look_ahead(self._device_waits))
         if not chunks and not decodes and self._lanes is not None and self.cache.in_flight <= 1:
             # Nothing else is left to be computed beside the pass in flight.
             decodes, rows, slots = self._with_slots(*self._in_turn(waits=True))

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
 from radixrt.cache.radix_tree import Namespace
+from radixrt.engine.engine import Engine
+from radixrt.limits import RunLimits
 from radixrt.output import FinishReason
+from radixrt.planning.simulated import ConstantRunner, simulated_engine
+from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.answer import Answer
 from radixrt.schedule.passes import Pass
+from radixrt.schedule.policy import SchedulePolicy
+from radixrt.schedule.request import Request
+from radixrt.schedule.scheduler import Scheduler
+from tests.support.world.invariants import MAX_TIMES_SKIPPED
 from tests.support.world.model import VOCAB, continuation
 from tests.support.world.runner import SimulatedPass
 from tests.support.world.world import Sizes, World
@@ -199,3 +208,61 @@ def test_room_is_kept_for_who_waits_for_a_leader() -> None:
     assert other in world.scheduler.waiting
     assert follower.usage().cached_tokens == 8
     world.drain()
+
+
+def one_after_the_other(policy: SchedulePolicy, pool_tokens: int = 4000) -> list[list[int]]:
+    """What each pass extends, by the number of a head of 40 tokens: three of 60 prompts each, of which 20 fit in a
+    pass; 15 that wait are considered.
+    """
+    passes: list[list[int]] = []
+
+    class Noted(ConstantRunner):
+        def launch(self, pass_: Pass) -> Pass:
+            passes.append((pass_.input_ids[pass_.input_ids >= 1000] // 1000).tolist())
+            return pass_
+
+    engine = simulated_engine(Noted(), RunLimits(pool_tokens, 20, 64), 60)
+    config = replace(engine.scheduler.config, max_ranked=15, policy=policy, least_scouted=32)
+    engine = Engine(Scheduler(engine.scheduler.cache, config), engine.runner)
+    prompts = [[*([head] * 40), 1000 * head + nth] for head in (1, 2, 3) for nth in range(60)]
+    params = SamplingParams(max_new_tokens=1)
+    requests = [
+        Request(index, np.array(prompt, np.int32), params, max_new_tokens=1, seed=0)
+        for index, prompt in enumerate(prompts)
+    ]
+    answers = engine.submit_all(requests, is_sorted=True)
+    while engine.has_work:
+        engine.step()
+    found = sum(answer.usage().cached_tokens for answer in answers)
+    assert found == (180 - 3) * 40, "each head is computed once"
+    return passes
+
+
+def test_a_scout_computes_what_many_will_wait_for() -> None:
+    """All that begin with the next head would wait for the pass that computes it, and so would the device."""
+    scouted, in_order = one_after_the_other(SchedulePolicy.LPM), one_after_the_other(SchedulePolicy.FCFS)
+    assert all(max(one) <= min(other) for one, other in pairwise(in_order)), "one head after the other"
+    for head in (2, 3):
+        before = [heads for heads in scouted if heads.count(head) == 1 and heads.count(head - 1) > 1]
+        assert before, "it goes with those of the head before"
+        after = scouted[scouted.index(before[0]) + 1 :]
+        assert any(head not in heads for heads in after[:2]), "some passes before the others"
+    assert one_after_the_other(SchedulePolicy.LPM, pool_tokens=130) == one_after_the_other(
+        SchedulePolicy.FCFS, pool_tokens=130
+    ), "not where memory is short"
+
+
+def test_who_waits_for_a_leader_is_not_overtaken() -> None:
+    """While the oldest waits for what a long extend computes, any number of others begin."""
+    world = World(Sizes(num_slots=400, num_rows=30, max_running=20, max_samples=20, chunk=20, context_len=100))
+    long = [1, 2, 3, 4] * 20
+    world.submit(long, 1)
+    world.step()
+    follower = world.submit([*long, 1], 1)
+    others = [world.submit([2, i // VOCAB, i % VOCAB], 1) for i in range(12)]
+    while follower in world.scheduler.waiting:
+        world.step()
+        world.check()
+    assert world.events["overtaken while it follows"] == len(others) > MAX_TIMES_SKIPPED
+    world.drain()
+    assert follower.usage().cached_tokens == len(long)

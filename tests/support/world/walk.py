@@ -127,4 +127,5 @@ def random_sizes(seed: int, host_slots: int = 0) -> Sizes:
         host_slots=host_slots,
         max_in_flight=1 if r.random() > 0.2 else 0,
         drops=True,
+        max_ranked=r.choice([512, 512, 1, 2]),
     )

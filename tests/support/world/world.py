@@ -60,6 +60,7 @@ class Sizes:
     families: bool = False  # walks submit prompts that begin with one another, together
     drops: bool = False  # some requests say how little of them later ones need
     forms: bool = False  # some answers have a form; not beside drafts
+    max_ranked: int = 512
     spare_states: int | None = None  # of a model that keeps some: beside one for each row
     host_states: int = 4  # of such a model, with a host tier
 
@@ -118,7 +119,14 @@ class World:
         )
         max_samples = max(s.max_samples, s.max_running)
         config = SchedulerConfig(
-            s.max_running, s.chunk, max_samples, s.policy, max_times_skipped=MAX_TIMES_SKIPPED, num_lanes=s.lanes
+            s.max_running,
+            s.chunk,
+            max_samples,
+            s.policy,
+            max_ranked=s.max_ranked,
+            max_times_skipped=MAX_TIMES_SKIPPED,
+            least_scouted=2,
+            num_lanes=s.lanes,
         )
         self.scheduler = Scheduler(self.cache, config)
         sizes = s.num_slots, s.host_slots, num_states, host_states
@@ -210,6 +218,7 @@ class World:
                 self.stateless_tokens += found.length - at_state.length
                 self.events["state loaded"] += self.cache.stats().state_loaded - stats.state_loaded
             if lease is not None:
+                self._count_overtaken(answer)
                 require("13: what is scored is computed", lease.matched <= limit)
                 self.invariants.check_computed_once(namespace, tokens, limit, lease)
                 self.runner.ends[lease], self.computed[lease] = lease.matched, lease.committed
@@ -528,6 +537,18 @@ class World:
         expected = snapshot.num_states - adoption.left_out_states
         require("kept: a state is found", states >= expected, (states, expected))
 
+    def _count_overtaken(self, admitted: Answer) -> None:
+        """Count an admission for the oldest of its priority, unless that waits for what another one computes."""
+        equals = [r for r in self.scheduler.waiting if r.request.priority == admitted.request.priority]
+        oldest = min(equals, key=lambda one: one.arrival)
+        if oldest.arrival < admitted.arrival:
+            limit = oldest.match_limit
+            match = self.cache.match(oldest.request.namespace, oldest.tokens(), limit)
+            follows = self.cache.leader(match, oldest.tokens(), limit) is not None
+            self.overtaken[id(oldest)] += not follows
+            self.events["overtaken while it follows"] += follows
+            self.events["scout"] += self.scheduler.waiting.index(admitted) >= self.sizes.max_ranked
+
     def step(self, launched: Callable[[], None] = lambda: None) -> list[Answer]:
         num_launched, flying = self.cache.passes_launched, len(self.in_flight)
         had_work = self.engine.has_work
@@ -551,8 +572,6 @@ class World:
                 self.first_match.setdefault(id(answer), answer.lease.matched)
         for priority, first in oldest.items():
             if first in self.scheduler.waiting:
-                admitted = [r for r in waiting if r.lease is not None and r.request.priority == priority]
-                self.overtaken[id(first)] += sum(r.arrival > first.arrival for r in admitted)
                 self.events["less urgent admitted before"] += sum(
                     r.lease is not None and r.request.priority > priority for r in waiting
                 )
