@@ -17,6 +17,7 @@ from typing import Any, Literal
 from radixrt.processors import usable_processors
 from radixrt.workers.process import own_environment
 
+MAX_LINE = 4096  # bytes of what a process says
 FEWEST, MOST = 2, 8  # processes: each one imports torch first, and a start has some forty kernels
 
 _log = logging.getLogger(__name__)
@@ -59,13 +60,17 @@ def compilers_beside(compiled: Compiled) -> Iterator[None]:
             before(**told)
         if not told["cache_hit"] and not is_started:
             is_started = True
-            start_compilers(compiled, count)
+            try:
+                start_compilers(compiled, count)
+            except OSError as error:  # no more processes, or no memory for one: the start does without
+                _log.warning("no process compiles kernels beside this one: %s", error)
 
     knobs.compilation.listener = heard
     try:
         yield
     finally:
-        knobs.compilation.listener = before
+        if knobs.compilation.listener is heard:  # else another start, in another thread, has put its own there
+            knobs.compilation.listener = before
 
 
 def start_compilers(compiled: Compiled, count: int) -> list[threading.Thread]:
@@ -88,10 +93,12 @@ def start_compilers(compiled: Compiled, count: int) -> list[threading.Thread]:
 
 def _wait_for(process: subprocess.Popen[bytes]) -> None:
     assert process.stderr is not None
-    said = process.stderr.read().decode(errors="replace").strip()
+    last = b""
+    while line := process.stderr.readline(MAX_LINE):
+        last = line.strip() or last
     if process.wait():
-        last = (said.splitlines() or ["it said nothing"])[-1]
-        _log.warning("a process that compiles kernels ended with status %d: %s", process.returncode, last)
+        said = last.decode(errors="replace") or "it said nothing"
+        _log.warning("a process that compiles kernels ended with status %d: %s", process.returncode, said)
 
 
 class _Driver:

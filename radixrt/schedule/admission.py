@@ -198,8 +198,7 @@ class Admission:
         if not is_free or config.is_overdue(oldest) or 2 * (promised + length) > cache.slots.num_free:
             return []
         shared = common_prefix(scout.tokens()[:length], before.tokens()[:length])
-        match = scout.match_in(cache)
-        return [scout] if shared >= match.length() + config.least_scouted and not match.has_leader() else []
+        return [scout] if shared >= scout.match_in(cache).length() + config.least_scouted else []
 
     def _num_fitting(self, budget: int, places: int) -> int:
         """About how many of those that wait begin with a pass of so many tokens."""

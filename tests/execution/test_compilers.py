@@ -81,3 +81,22 @@ def test_one_that_fails_is_told_of(compiled: Compiled, tmp_path: Path, caplog: p
     assert len(told) == 1
     assert told[0].startswith("a process that compiles kernels ended with status 1: ")
     assert str(tmp_path / "nothing") in told[0]
+
+
+def test_a_start_does_without_them_where_none_can_be_started(
+    compiled: Compiled, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from triton import knobs
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(compilers, "MOST", 8)
+    monkeypatch.setattr(compilers, "usable_processors", lambda: 16)
+    monkeypatch.setattr(knobs.compilation, "listener", None)
+    with compilers_beside(compiled):
+        knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=None, cache_hit=False)
+        knobs.compilation.listener = other = print  # of another start
+    assert "no process compiles kernels beside this one: no more processes" in caplog.text
+    assert knobs.compilation.listener is other
