@@ -23,6 +23,7 @@ from radixrt.batch.journal.run_folder import run_path
 from radixrt.batch.options import BatchConfig
 from radixrt.errors import BatchFileError, ErrorRateError
 from radixrt.output import RequestOutput
+from radixrt.report.batch_report import BatchReport
 from tests.support.fake_runtime import FakeRuntime
 
 LONG = 20.0  # seconds: more than anything here takes
@@ -269,13 +270,66 @@ def test_too_many_errors_are_told_once_the_last_line_is_read(
     """The limit is a share of all lines."""
     write(files[0], [b"{", b"{", *[good(n) for n in range(4)], b"{"])
     runtime = Stepping()
+    runtime.failing = {3}
     pause(monkeypatch, lambda place: place == 6 and runtime.has_stepped.wait(LONG))
-    with pytest.raises(ErrorRateError, match=r"3 of 7 lines have errors, more than a max_error_rate of 0\.4 "):
-        run_batch(runtime, *files, order="file", max_error_rate=0.4)
+    with pytest.raises(ErrorRateError, match=r"4 of 7 lines have errors, more than a max_error_rate of 0\.5 "):
+        run_batch(runtime, *files, order="file", max_error_rate=0.5)
     pause(monkeypatch, lambda place: None)
-    report = run_batch(FakeRuntime(), *files, order="file", max_error_rate=0.5)
-    assert report.kept >= 3
-    assert (report.errors, report.written) == (3, 7)
+    report = run_batch(FakeRuntime(), *files, order="file", max_error_rate=0.6)
+    assert report.kept >= 4
+    assert (report.errors, report.written) == (4, 7)
+
+
+@pytest.mark.parametrize("to_standard_output", [False, True])
+@pytest.mark.parametrize("order", ["planned", "file"])
+@pytest.mark.parametrize("lines", [[good(0), b"{", b"{"], [b"{", b"{"]])
+def test_too_many_bad_lines_leave_nothing_behind(
+    files: tuple[Path, Path],
+    capfd: pytest.CaptureFixture[str],
+    lines: list[bytes],
+    order: Any,
+    to_standard_output: bool,
+) -> None:
+    """Where all lines are known before the first one runs, the order makes no difference."""
+    output, runtime = "-" if to_standard_output else files[1], FakeRuntime()
+
+    def answer() -> BatchReport:
+        with Batch(files[0], output, BatchConfig(order=order, max_error_rate=0.1)) as batch:
+            scanned = batch.scan(None, lambda prompt, params, line: runtime.prepare(prompt, params, index=line))
+            assert len(scanned.lines) == len(lines)  # waits for all
+            return scanned.run(runtime) if scanned.needs_runtime() else scanned.finish(None, 0)
+
+    write(files[0], lines)
+    with pytest.raises(ErrorRateError) as error:
+        answer()
+    told = str(error.value).splitlines()
+    assert told[0] == f"2 of {len(lines)} lines are bad (2 invalid_line):"
+    assert told[-1] == "That is more than a max_error_rate of 0.1 allows. Nothing has run."
+    assert capfd.readouterr().out == ""
+    assert [path.name for path in files[0].parent.iterdir()] == ["in.jsonl"]
+    write(files[0], [good(n) for n in range(len(lines))])
+    assert answer().errors == 0
+
+
+def test_bad_lines_that_are_read_late_leave_nothing_behind(
+    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has run is given up, so that the mended input can run."""
+    write(files[0], [*[good(n) for n in range(6)], b"{", b"{"])
+    runtime = Stepping()
+    pause(monkeypatch, lambda place: place == 6 and runtime.has_stepped.wait(LONG))
+    with pytest.raises(ErrorRateError) as error:
+        run_batch(runtime, *files, order="file", max_error_rate=0.2)
+    told = str(error.value).splitlines()
+    assert told[0] == "2 of 8 lines are bad (2 invalid_line):"
+    assert told[-2:] == [
+        "That is more than a max_error_rate of 0.2 allows.",
+        "no records are kept; with a higher max_error_rate the same command begins anew",
+    ]
+    assert [path.name for path in files[0].parent.iterdir()] == ["in.jsonl"]
+    pause(monkeypatch, lambda place: None)
+    write(files[0], [good(n) for n in range(8)])
+    assert run_batch(FakeRuntime(), *files, order="file", max_error_rate=0.2).written == 8
 
 
 def test_a_file_that_is_cut_short(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -286,7 +286,7 @@ def test_the_terminal_shows_a_run_in_one_piece() -> None:
 # -- JSON --------------------------------------------------------------------------------------------------
 
 KEYS = {
-    *("output", "complete", "requests", "written", "kept", "errors", "prompt_tokens", "cached_tokens"),
+    *("output", "complete", "read", "requests", "written", "kept", "errors", "prompt_tokens", "cached_tokens"),
     *("completion_tokens", "hit_rate", "run", "cost", "timeline"),
 }
 RUN_KEYS = {field.name for field in fields(RunFigures)} | {
