@@ -191,6 +191,7 @@ class Batch:
         options = self.options
         parser = parser or LineParser(self.default_params, chat_max_tokens=options.chat_max_tokens)
         known = KnownLines(self.scratch)
+        self._opened.callback(known.close)
 
         def read(interrupted: Interrupt) -> Scan:
             with reading_bar(self._input, options.progress) as bar:

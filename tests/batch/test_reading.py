@@ -17,13 +17,17 @@ from hypothesis import strategies as st
 
 import radixrt.batch.job
 import radixrt.batch.scan
+from radixrt.batch.formats.line_format import LineParser
 from radixrt.batch.formats.source import read_lines
 from radixrt.batch.job import Batch, BatchInterrupted, run_batch
 from radixrt.batch.journal.run_folder import run_path
 from radixrt.batch.options import BatchConfig
+from radixrt.batch.scan import scan_lines
 from radixrt.errors import BatchFileError, ErrorRateError
 from radixrt.output import RequestOutput
+from radixrt.planning.token_store import TokenWriter
 from radixrt.report.batch_report import BatchReport
+from radixrt.sampling_params import SamplingParams
 from tests.support.fake_runtime import FakeRuntime
 
 LONG = 20.0  # seconds: more than anything here takes
@@ -344,6 +348,45 @@ def test_a_file_that_is_cut_short(files: tuple[Path, Path], monkeypatch: pytest.
     assert runtime.steps
     assert not runtime.has_work
     assert [path.name for path in files[0].parent.iterdir()] == ["in.jsonl"]
+
+
+def test_the_cause_is_told_though_the_tokens_have_gone(
+    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines that are known run until the reading thread, which has removed the tokens, tells its error."""
+    write(files[0], [good(n) for n in range(9)])
+    runtime, has_failed = Stepping(), threading.Event()
+
+    def before(place: int) -> None:
+        if place == 8:
+            raise BatchFileError("the cause")
+
+    def leave(writer: TokenWriter, *error: object) -> None:
+        own(writer, *error)
+        has_failed.set()
+        runtime.has_stepped.wait(LONG)
+
+    own = TokenWriter.__exit__
+    monkeypatch.setattr(TokenWriter, "__exit__", leave)
+    monkeypatch.setattr(runtime, "identity", lambda: {"waits": has_failed.wait(LONG)})
+    pause(monkeypatch, before)
+    with pytest.raises(BatchFileError, match=r"^the cause$"):
+        run_batch(runtime, *files, order="file")
+    assert runtime.steps
+
+
+@pytest.mark.parametrize("order", ["planned", "file"])
+def test_no_file_stays_open(files: tuple[Path, Path], order: Any) -> None:
+    def check(prompt: Any, params: Any, line: int) -> Any:
+        return FakeRuntime().prepare(prompt, params, index=line)
+
+    write(files[0], [good(n) for n in range(9)])
+    before = len(os.listdir("/dev/fd"))
+    with Batch(*files, BatchConfig(order=order)) as batch:
+        assert len(batch.scan(None, check).lines) == 9
+    numbered, parser = read_lines(files[0]), LineParser(SamplingParams())
+    assert len(scan_lines(numbered, files[0].parent, parser=parser, tokenizer=None, check=check)) == 9
+    assert len(os.listdir("/dev/fd")) == before
 
 
 def test_no_line_can_run(files: tuple[Path, Path]) -> None:
