@@ -26,7 +26,7 @@ from radixrt.batch.scan import scan_lines
 from radixrt.errors import BatchFileError, ErrorRateError
 from radixrt.output import RequestOutput
 from radixrt.planning.token_store import TokenWriter
-from radixrt.report.batch_report import BatchReport
+from radixrt.report.batch_report import BatchReport, file_figures
 from radixrt.sampling_params import SamplingParams
 from tests.support.fake_runtime import FakeRuntime
 
@@ -259,13 +259,36 @@ def test_a_signal_while_lines_are_read(
     runtime.on_step = on_step
     kept = r"\d of 9 records are kept in .*out\.jsonl\.run; the same command goes on from there"
     lost = "stopped: no records are kept, as the input was not read to its end; the same command begins anew"
-    with pytest.raises(BatchInterrupted, match=kept if is_whole else lost):
+    with pytest.raises(BatchInterrupted, match=kept if is_whole else lost) as error:
         run_batch(runtime, *files, order="file")
+    found = error.value.report
+    assert found.run.answered
+    assert not found.is_complete
+    if is_whole:
+        assert (found.is_read, found.written, found.output_path) == (True, found.run.answered, run_path(files[1]))
+        assert (found.requests, found.prompt_tokens) == (9, found.run.prompt_tokens)
+    else:
+        assert (found.is_read, found.written, found.output_path) == (False, 0, None)
+        assert (found.errors, found.prompt_tokens, found.completion_tokens) == (0, 0, 0)
+        assert file_figures(found)["requests"] == f"0 of {found.requests} read so far"
     assert "radixrt-reading" not in {thread.name for thread in threading.enumerate()}
     assert run_path(files[1]).exists() == is_whole
     report = run_batch(FakeRuntime(), *files, order="file")
     assert bool(report.kept) == is_whole
     assert [record["index"] for record in records(files[1])] == list(range(9))
+
+
+def test_what_standard_output_has_of_lines_that_are_read(
+    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(files[0], [good(n) for n in range(9)])
+    runtime = Stepping()
+    pause(monkeypatch, lambda place: place == 8 and threading.Event().wait(0.5))
+    runtime.on_step = lambda: runtime.steps == 1 and signal.raise_signal(signal.SIGINT)  # type: ignore[func-returns-value]
+    told = r"stopped: (\d) records of \d lines read so far are in standard output, in input order"
+    with pytest.raises(BatchInterrupted, match=told) as error:
+        run_batch(runtime, files[0], "-", order="file")
+    assert error.value.report.to_json()["read"] is False
 
 
 def test_too_many_errors_are_told_once_the_last_line_is_read(

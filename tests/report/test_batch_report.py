@@ -526,6 +526,7 @@ def test_an_interrupted_batch_has_its_report(files: tuple[Path, Path]) -> None:
     assert found["run"]["answered"] == 3
     assert found["output"].endswith("out.jsonl.run")
     assert "incomplete: 3 of 8 records" in ReportPage(wanted[1].read_text()).said
+    assert replace(REPORT, written=3, requests=8, is_read=False).records == "3 records of 8 lines read so far"
     run_batch(FakeRuntime(), *files, report=wanted)
     found = json.loads(wanted[0].read_text())
     assert [found[key] for key in ("complete", "written", "kept")] == [True, 8, 3]
