@@ -127,6 +127,9 @@ class Batch:
         DeviceLostError: the device works no more; the same batch goes on in a new process.
         ErrorRateError: more lines have errors than max_error_rate allows; with a higher one the batch goes on.
         BatchInterrupted: Ctrl-C or SIGTERM stopped the batch.
+
+    A batch with order="file" that ends before its input was read to the end begins anew instead of going on, and
+    so does one with too many bad lines.
     """
 
     def __init__(

@@ -284,7 +284,12 @@ def test_what_standard_output_has_of_lines_that_are_read(
     write(files[0], [good(n) for n in range(9)])
     runtime = Stepping()
     pause(monkeypatch, lambda place: place == 8 and threading.Event().wait(0.5))
-    runtime.on_step = lambda: runtime.steps == 1 and signal.raise_signal(signal.SIGINT)  # type: ignore[func-returns-value]
+
+    def on_step() -> None:
+        if runtime.steps == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    runtime.on_step = on_step
     told = r"stopped: (\d) records of \d lines read so far are in standard output, in input order"
     with pytest.raises(BatchInterrupted, match=told) as error:
         run_batch(runtime, files[0], "-", order="file")

@@ -1,7 +1,5 @@
 """A journal that is begun once it is known of which run it is."""
 
-# Tests: tests/batch/journal/test_late_journal.py, tests/batch/test_reading.py
-
 from __future__ import annotations
 
 from collections.abc import Callable
