@@ -153,7 +153,7 @@ class RecordWriter:
                 self.refuse(position, error, is_bad=True)
         if is_whole:
             if not self._sink.keeps:
-                self._counts.error_limit.check_bad_lines(has_run=True)
+                self._counts.error_limit.check_bad_lines(has_run=first > 0)
             self._sink.begin()
         self.enforce_error_limit()
 

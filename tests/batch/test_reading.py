@@ -23,6 +23,7 @@ from radixrt.batch.job import Batch, BatchInterrupted, run_batch
 from radixrt.batch.journal.run_folder import run_path
 from radixrt.batch.options import BatchConfig
 from radixrt.batch.scan import scan_lines
+from radixrt.cache.cache_stats import CacheStats
 from radixrt.errors import BatchFileError, ErrorRateError
 from radixrt.output import RequestOutput
 from radixrt.planning.token_store import TokenWriter
@@ -343,21 +344,34 @@ def test_too_many_bad_lines_leave_nothing_behind(
     assert answer().errors == 0
 
 
+@pytest.mark.parametrize("has_run", [False, True])
 def test_bad_lines_that_are_read_late_leave_nothing_behind(
-    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, has_run: bool
 ) -> None:
     """What has run is given up, so that the mended input can run."""
     write(files[0], [*[good(n) for n in range(6)], b"{", b"{"])
-    runtime = Stepping()
-    pause(monkeypatch, lambda place: place == 6 and runtime.has_stepped.wait(LONG))
+    runtime, has_begun, cache_stats = Stepping(), threading.Event(), FakeRuntime().cache_stats
+
+    def begin() -> CacheStats:
+        has_begun.set()
+        while not has_run and "radixrt-reading" in {thread.name for thread in threading.enumerate()}:
+            threading.Event().wait(0.001)
+        return cache_stats()
+
+    monkeypatch.setattr(runtime, "cache_stats", begin)  # a run begins by asking for them
+    if has_run:
+        pause(monkeypatch, lambda place: place == 6 and runtime.has_stepped.wait(LONG))
+    else:
+        pause(monkeypatch, lambda place: has_begun.wait(LONG))
     with pytest.raises(ErrorRateError) as error:
         run_batch(runtime, *files, order="file", max_error_rate=0.2)
     told = str(error.value).splitlines()
     assert told[0] == "2 of 8 lines are bad (2 invalid_line):"
     assert told[-2:] == [
-        "That is more than a max_error_rate of 0.2 allows.",
+        f"That is more than a max_error_rate of 0.2 allows.{'' if has_run else ' Nothing has run.'}",
         "no records are kept; with a higher max_error_rate the same command begins anew",
     ]
+    assert bool(runtime.steps) == has_run
     assert [path.name for path in files[0].parent.iterdir()] == ["in.jsonl"]
     pause(monkeypatch, lambda place: None)
     write(files[0], [good(n) for n in range(8)])
