@@ -36,12 +36,13 @@ class ErrorLimit:
         """Why sound lines have errors in this run: the most frequent reasons with their counts, a line each."""
         return _named(self._reasons)
 
-    def check_bad_lines(self) -> None:
-        """Raise ErrorRateError if too many lines are bad, before any has run."""
-        if self._is_exceeded_by(int(self._lines.is_bad.sum())):
+    def check_bad_lines(self, *, has_run: bool = False) -> None:
+        """Raise ErrorRateError if all lines are known, and too many are bad; `has_run`: other lines have run."""
+        if self._lines.is_whole and self._is_exceeded_by(int(self._lines.is_bad.sum())):
+            nothing = "" if has_run else " Nothing has run."
             raise ErrorRateError(
                 f"{self._lines.whole().summary()}\n"
-                f"That is more than a max_error_rate of {self._rate:g} allows. Nothing has run."
+                f"That is more than a max_error_rate of {self._rate:g} allows.{nothing}"
             )
 
     def count(self, kind: LineErrorType, message: str, *, is_known: bool = False) -> None:

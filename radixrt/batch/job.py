@@ -127,6 +127,9 @@ class Batch:
         DeviceLostError: the device works no more; the same batch goes on in a new process.
         ErrorRateError: more lines have errors than max_error_rate allows; with a higher one the batch goes on.
         BatchInterrupted: Ctrl-C or SIGTERM stopped the batch.
+
+    A batch with order="file" that ends before its input was read to the end begins anew instead of going on, and
+    so does one with too many bad lines.
     """
 
     def __init__(
@@ -191,6 +194,7 @@ class Batch:
         options = self.options
         parser = parser or LineParser(self.default_params, chat_max_tokens=options.chat_max_tokens)
         known = KnownLines(self.scratch)
+        self._opened.callback(known.close)
 
         def read(interrupted: Interrupt) -> Scan:
             with reading_bar(self._input, options.progress) as bar:
@@ -393,15 +397,19 @@ class ScannedBatch:
         seed: int,
         counts: RecordCounts,
     ) -> Iterator[Sink]:
-        """The journal, whose records are counted, or standard output."""
+        """The journal, whose records are counted, or standard output. Raises ErrorRateError if all lines are known
+        and too many are bad: before there is either.
+        """
         batch = self._batch
         if batch.folder is None:
+            self._error_limit.check_bad_lines()
             with StandardOutput(batch.scratch) as output:
                 yield output
             return
         identity = weights()  # now: to ask a runtime for it ends its requests
         with LateJournal(batch.scratch, partial(self._journal, identity, tokenizer, seed, counts)) as journal:
             if self._lines.is_whole:
+                self._error_limit.check_bad_lines()
                 journal.begin()
             yield journal
 
@@ -478,14 +486,14 @@ def _output_places(output: Path) -> list[Place]:
 
 def _kept(report: BatchReport, keeps: bool, remedy: str = "the same command") -> str:
     """How many records a stopped batch has, where they are, and which command goes on with them."""
-    count = f"{report.written:,} of {report.requests:,} records are"
     if not report.requests:
         return "nothing has run in this call"
     if not keeps:
-        return f"no records are kept, as the input was not read to its end; {remedy} begins anew"
+        why = "" if report.is_read else ", as the input was not read to its end"
+        return f"no records are kept{why}; {remedy} begins anew"
     if report.output_path is None:
-        return f"{count} in standard output, in input order"
-    return f"{count} kept in {report.output_path}; {remedy} goes on from there"
+        return f"{report.records} are in standard output, in input order"
+    return f"{report.records} are kept in {report.output_path}; {remedy} goes on from there"
 
 
 def _interrupted(notice: str, given: Interrupt | None) -> AbstractContextManager[Interrupt]:

@@ -7,8 +7,10 @@ from __future__ import annotations
 import errno
 import json
 import mmap
+import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import numpy.typing as npt
 
 from radixrt.arrays import Int32Array, Int64Array
 from radixrt.batch.formats.record import LineError, LineErrorType, Reply
-from radixrt.files.disk import file_error
+from radixrt.files.disk import DISK, file_error
 from radixrt.planning.token_store import TOKENS_FILE
 from radixrt.sampling_params import SamplingParams
 
@@ -53,11 +55,13 @@ class KnownLines:
     """Lines that one thread adds, a block at a time, while others look at those before.
 
     Args:
-        folder: of a scan, whose files have their tokens and entries.
+        folder: of a scan, whose files have their tokens and entries. A scan that fails removes its tokens; those
+            of known lines can be read all the same, until `close`.
     """
 
     def __init__(self, folder: Path) -> None:
         self._tokens_path, self.entries_path = folder / TOKENS_FILE, folder / ENTRIES_FILE
+        self._tokens_fd = -1
         self._tokens: Int32Array = np.zeros(0, np.int32)
         self._rows: npt.NDArray[Any] = np.zeros(_FIRST_ROWS, ROW)
         self._count = 0
@@ -74,7 +78,13 @@ class KnownLines:
         return self._rows[:count]
 
     def add(self, rows: npt.NDArray[Any]) -> None:
-        """Lines that are known now: their tokens and entries are in the files."""
+        """Lines that are known now: their tokens and entries are in the files.
+
+        Raises BatchFileError or JournalError if the tokens cannot be opened.
+        """
+        if self._tokens_fd < 0:
+            with self._refusals():
+                self._tokens_fd = DISK.open(self._tokens_path, os.O_RDONLY)
         count = self._count + len(rows)
         if count > len(self._rows):
             larger = np.zeros(max(count, 2 * len(self._rows)), ROW)
@@ -91,6 +101,12 @@ class KnownLines:
             self._is_over = True
             self._news.notify_all()
 
+    def close(self) -> None:
+        """Nobody looks at lines any more."""
+        fd, self._tokens_fd = self._tokens_fd, -1
+        if fd >= 0:
+            DISK.close(fd)
+
     def wait(self, known: int, seconds: float) -> None:
         """Return once more lines than `known` are known, or no more come, or so many seconds have passed."""
         with self._news:
@@ -106,13 +122,17 @@ class KnownLines:
 
     def _mapped(self, count: int) -> Int32Array:
         """The first tokens of the file, so many."""
+        with self._refusals():
+            mapping = mmap.mmap(self._tokens_fd, 4 * count, access=mmap.ACCESS_READ)
+        return np.frombuffer(mapping, np.dtype("<i4"))
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
         try:
-            with open(self._tokens_path, "rb") as file:
-                mapping = mmap.mmap(file.fileno(), 4 * count, access=mmap.ACCESS_READ)
+            yield
         except (OSError, ValueError) as error:  # ValueError: it is shorter
             cause = error if isinstance(error, OSError) else OSError(errno.EIO, "the file is cut short")
             raise file_error(f"cannot read {self._tokens_path}", cause) from error
-        return np.frombuffer(mapping, np.dtype("<i4"))
 
     def read(self, positions: Iterable[int]) -> Iterator[SoundLine | LineError]:
         """See `Scan.read`."""

@@ -139,8 +139,10 @@ class RecordWriter:
         return self._sink.keeps
 
     def refuse_bad_lines(self) -> None:
-        """Write the error records of the bad lines that are known now; the sink is told once these are all. Raises
-        ErrorRateError if these are too many.
+        """Write the error records of the bad lines that are known now; the sink is told once these are all.
+
+        Raises ErrorRateError if too many lines have errors. If too many are bad, no record is kept: none may tie
+        the run to an input that is to be mended.
         """
         is_whole, first = self._lines.is_whole, self._num_looked_at
         is_bad = self._lines.is_bad[first:]
@@ -150,6 +152,8 @@ class RecordWriter:
                 assert isinstance(error, LineError)
                 self.refuse(position, error, is_bad=True)
         if is_whole:
+            if not self._sink.keeps:
+                self._counts.error_limit.check_bad_lines(has_run=first > 0)
             self._sink.begin()
         self.enforce_error_limit()
 

@@ -374,7 +374,10 @@ class BatchRun(Generic[R]):
         bar.update(self._records.durable - bar.n)
 
     def report(self, output_path: Path | None, counts: RecordCounts) -> BatchReport:
-        """Figures of the batch so far. `output_path`: where the records are; None for standard output."""
+        """Figures of the batch so far. `output_path`: where the records are, if they stay; None for standard
+        output.
+        """
+        is_read = self._source.is_whole  # first: more lines may become known
         if self.is_complete and self._takes_known_lines:
             self._plan = self._plan_of(self._positions()[1])
         best, meter = self._plan.statistics.best_hit_rate if self._plan else None, self._meter
@@ -382,7 +385,7 @@ class BatchRun(Generic[R]):
         return batch_report(
             self._source,
             counts,
-            output_path,
+            output_path if self.keeps else None,
             self._options,
             tally=meter.tally,
             run=meter.figures(
@@ -396,6 +399,8 @@ class BatchRun(Generic[R]):
             ),
             timeline=meter.timeline,
             is_complete=self.is_complete,
+            is_read=is_read,
+            keeps=self.keeps,
         )
 
     def plan(self) -> BatchPlan | None:
@@ -640,17 +645,21 @@ def batch_report(
     run: RunFigures = _NO_RUN,
     timeline: tuple[Sample, ...] = (),
     is_complete: bool,
+    is_read: bool = True,
+    keeps: bool = True,
 ) -> BatchReport:
     """Figures of a batch.
 
     Args:
         lines: as far as they are known.
         counts: of the records that needed no runtime.
-        output_path: where the records are; None for standard output.
+        output_path: where the records are; None for standard output, and if none are kept.
         tally, run, timeline: of the requests that have run; nothing if none had to.
         is_complete: whether each line has its record.
+        is_read: whether all lines are known.
+        keeps: whether the records stay. Otherwise only the figures of the run count them.
     """
-    total = counts.kept + counts.refused + tally
+    total = counts.kept + counts.refused + tally if keeps else _NOTHING
     return BatchReport(
         output_path=output_path,
         requests=len(lines),
@@ -664,6 +673,7 @@ def batch_report(
         price_per_hour=options.price_per_hour,
         timeline=timeline,
         is_complete=is_complete,
+        is_read=is_read,
     )
 
 

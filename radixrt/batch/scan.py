@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -206,8 +206,11 @@ def scan_lines(
         BatchFileError: the input cannot be read, or the files cannot be made.
         JournalError: the disk refuses.
     """
-    known = KnownLines(folder) if known is None else known
-    with _encoding_thread() as thread, _Writer(folder, check, known) as writer:
+    if known is None:
+        opened: AbstractContextManager[KnownLines] = closing(KnownLines(folder))
+    else:
+        opened = nullcontext(known)
+    with opened as found, _encoding_thread() as thread, _Writer(folder, check, found) as writer:
         before: _Block | None = None
         for block in _blocks(lines):
             records = writer.parsed(block, parser)

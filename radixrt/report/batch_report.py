@@ -113,9 +113,10 @@ class BatchReport(CountsHits):
 
     Attributes:
         output_path: the file with the records; the run's folder if the batch was interrupted; None for
-            standard output.
-        requests: input lines that are not blank.
-        written: number of records: `requests`, unless the batch was interrupted.
+            standard output, and if no records are kept.
+        requests: input lines that are not blank, as far as they were read.
+        written: number of records: `requests`, unless the batch was interrupted. Records that are not kept do not
+            count, nor do their errors and tokens; `run` has them.
         errors: records with an error, at least in one of several answers.
         prompt_tokens: tokens of the prompts.
         cached_tokens: prompt tokens found in the cache.
@@ -125,6 +126,7 @@ class BatchReport(CountsHits):
         price_per_hour: of the machine, in any currency; None if unknown.
         timeline: of this run.
         is_complete: whether each line has its record.
+        is_read: whether the input was read to its end.
     """
 
     output_path: Path | None
@@ -139,11 +141,19 @@ class BatchReport(CountsHits):
     price_per_hour: float | None = None
     timeline: tuple[Sample, ...] = ()
     is_complete: bool = True
+    is_read: bool = True
 
     @classmethod
     def of_nothing(cls) -> BatchReport:
         """The report of a batch that has not begun to run."""
         return cls(None, 0, 0, 0, 0, 0, 0, is_complete=False)
+
+    @property
+    def records(self) -> str:
+        """How many there are, and of how many lines, in words."""
+        if self.is_read:
+            return f"{self.written:,} of {self.requests:,} records"
+        return f"{self.written:,} records of {self.requests:,} lines read so far"
 
     @property
     def best_hit_rate(self) -> float | None:
@@ -182,15 +192,17 @@ class BatchReport(CountsHits):
     def to_json(self) -> dict[str, Any]:
         """The figures as JSON values; later versions only add keys.
 
-        Besides attributes by their names there are `output` (a path; null for standard output), `complete` and
-        `hit_rate`, of the whole file. `run` holds the attributes and properties of `RunFigures`, `started` as a
-        date of ISO 8601. `cost` is null, or holds the attributes of `Cost`. `timeline` has a list for each
-        attribute of `Sample`, all of the same length; those of states only where the model keeps some.
+        Besides attributes by their names there are `output` (a path; null where `output_path` is None),
+        `complete`, `read` and `hit_rate`, of the whole file. `run` holds the attributes and properties of
+        `RunFigures`, `started` as a date of ISO 8601. `cost` is null, or holds the attributes of `Cost`.
+        `timeline` has a list for each attribute of `Sample`, all of the same length; those of states only where
+        the model keeps some.
         """
         run, cost = self.run, self.cost
         return {
             "output": None if self.output_path is None else str(self.output_path),
             "complete": self.is_complete,
+            "read": self.is_read,
             "requests": self.requests,
             "written": self.written,
             "kept": self.kept,
@@ -218,8 +230,9 @@ def file_figures(report: BatchReport) -> dict[str, str]:
     """Names and values of the whole file's figures, in reading order."""
     kept = f" ({report.kept:,} from earlier runs)" if report.kept else ""
     written = "" if report.is_complete else f"{report.written:,} of "
+    so_far = "" if report.is_read else " read so far"
     return {
-        "requests": f"{written}{report.requests:,}{kept}",
+        "requests": f"{written}{report.requests:,}{so_far}{kept}",
         "errors": f"{report.errors:,}",
         "prompt tokens": f"{report.prompt_tokens:,}",
         "cached tokens": f"{report.cached_tokens:,}",

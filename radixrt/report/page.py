@@ -75,7 +75,7 @@ def _summary(report: BatchReport) -> str:
     state = "complete" if report.is_complete else "incomplete"
     kept = f", {report.kept:,} of them from earlier runs" if report.kept else ""
     return (
-        f"{state}: {report.written:,} of {report.requests:,} records{kept}, {report.errors:,} with an error; "
+        f"{state}: {report.records}{kept}, {report.errors:,} with an error; "
         f"begun {when:%Y-%m-%d %H:%M} UTC"
     )
 

@@ -286,7 +286,7 @@ def test_the_terminal_shows_a_run_in_one_piece() -> None:
 # -- JSON --------------------------------------------------------------------------------------------------
 
 KEYS = {
-    *("output", "complete", "requests", "written", "kept", "errors", "prompt_tokens", "cached_tokens"),
+    *("output", "complete", "read", "requests", "written", "kept", "errors", "prompt_tokens", "cached_tokens"),
     *("completion_tokens", "hit_rate", "run", "cost", "timeline"),
 }
 RUN_KEYS = {field.name for field in fields(RunFigures)} | {
@@ -526,6 +526,7 @@ def test_an_interrupted_batch_has_its_report(files: tuple[Path, Path]) -> None:
     assert found["run"]["answered"] == 3
     assert found["output"].endswith("out.jsonl.run")
     assert "incomplete: 3 of 8 records" in ReportPage(wanted[1].read_text()).said
+    assert replace(REPORT, written=3, requests=8, is_read=False).records == "3 records of 8 lines read so far"
     run_batch(FakeRuntime(), *files, report=wanted)
     found = json.loads(wanted[0].read_text())
     assert [found[key] for key in ("complete", "written", "kept")] == [True, 8, 3]

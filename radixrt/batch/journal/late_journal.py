@@ -1,7 +1,5 @@
 """A journal that is begun once it is known of which run it is."""
 
-# Tests: tests/batch/test_reading.py
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -12,6 +10,7 @@ import numpy as np
 from radixrt.arrays import BoolArray
 from radixrt.batch.journal.journal import Journal
 from radixrt.batch.journal.waiting_lines import WaitingLines
+from radixrt.engine.signals import deferred
 
 _WAITING_FILE = "waiting"
 
@@ -42,7 +41,7 @@ class LateJournal:
 
     @property
     def keeps(self) -> bool:
-        """Whether the journal is begun."""
+        """Whether the journal is begun, and has all records."""
         return self._journal is not None
 
     @property
@@ -57,10 +56,13 @@ class LateJournal:
 
     def begin(self) -> None:
         """Open the journal, unless that is done, and give it the records that wait."""
-        if self._journal is None:
-            self._journal = self._opened()
+        if self._journal is not None:
+            return
+        with deferred():  # a second Ctrl-C must not lose those that still wait
+            journal = self._opened()
             for position in self._waiting.positions():
-                self._journal.append(position, self._waiting.take(position))
+                journal.append(position, self._waiting.take(position))
+            self._journal = journal  # last: whatever cuts this claims no record that was lost
 
     def append(self, position: int, line: bytes) -> None:
         """Take a record, with its newline."""
