@@ -46,9 +46,10 @@ def test_what_somebody_else_has_frozen_stays_so() -> None:
     try:
         count = gc.get_freeze_count()
         for _ in range(2):
+            # Some of them may die meanwhile, with a thread of a test before.
             with old_objects_left_alone(), old_objects_left_alone():
-                assert gc.get_freeze_count() == count
-            assert gc.get_freeze_count() == count
+                assert count - 1000 < gc.get_freeze_count() <= count
+            assert count - 1000 < gc.get_freeze_count() <= count
         gc.collect()
         assert old() is not None
     finally:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -519,14 +519,15 @@ def take_other_weights_while_requests_run(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Driver, "while_idle", lambda self, action: action())
 
 
-@mutant("2:", "5:", "7:", "cannot allocate -", first=2)
+@mutant("2:", "5:", "7:", "8: a token", "cannot allocate -", first=2)
 def share_a_row_between_answers(patch: pytest.MonkeyPatch) -> None:
     run = Admission._run
 
-    def shared(self: Admission, answer: Answer, lease: Lease) -> None:
-        if answer.parent is not None and answer.parent.lease is not None:
-            lease.row = answer.parent.lease.row
-        run(self, answer, lease)
+    def shared(self: Admission, answers: Sequence[Answer], leases: Sequence[Lease]) -> None:
+        for answer, lease in zip(answers, leases, strict=True):
+            if answer.parent is not None and answer.parent.lease is not None:
+                lease.row = answer.parent.lease.row
+        run(self, answers, leases)
 
     patch.setattr(Admission, "_run", shared)
 
@@ -578,9 +579,9 @@ def overlook_what_is_special(patch: pytest.MonkeyPatch) -> None:
     """Requests with many stop tokens are booked like all others."""
     begin = RequestTable.begin
 
-    def alike(self: RequestTable, row: int, request: Request, tokens: np.ndarray) -> None:
-        begin(self, row, request, tokens)
-        self.is_special[row] &= request.params.logprobs is not None
+    def alike(self: RequestTable, rows: Sequence[int], requests: Sequence[Request], *known: Any) -> None:
+        begin(self, rows, requests, *known)
+        self.is_special[rows] &= [request.params.logprobs is not None for request in requests]
 
     patch.setattr(RequestTable, "begin", alike)
 
@@ -1022,9 +1023,10 @@ def flush_the_device_alone(patch: pytest.MonkeyPatch) -> None:
 def count_as_computed_what_was_loaded(patch: pytest.MonkeyPatch) -> None:
     run = Admission._run
 
-    def ignorant(self: Admission, answer: Answer, lease: Lease) -> None:
-        run(self, answer, lease)
-        lease.matched -= lease.loaded
+    def ignorant(self: Admission, answers: Sequence[Answer], leases: Sequence[Lease]) -> None:
+        run(self, answers, leases)
+        for lease in leases:
+            lease.matched -= lease.loaded
 
     patch.setattr(Admission, "_run", ignorant)
 

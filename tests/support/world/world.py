@@ -138,6 +138,7 @@ class World:
         self.first_match: dict[int, int] = {}
         self.stateless_tokens = 0  # found in the tree by those that began, beyond the last state
         self.overtaken: Counter[int] = Counter()
+        self._overtakers: list[tuple[Answer, Answer, bool]] = []  # of a step: who began, and before whom
         self.skipped: Counter[int] = Counter()  # tokens that another answer computed while this one waited again
         self._skips: dict[int, int] = {}  # the same, of requests that may yet be refused slots
         self.fail_alloc = False
@@ -218,7 +219,7 @@ class World:
                 self.stateless_tokens += found.length - at_state.length
                 self.events["state loaded"] += self.cache.stats().state_loaded - stats.state_loaded
             if lease is not None:
-                self._count_overtaken(answer)
+                self._note_overtaken(answer)
                 require("13: what is scored is computed", lease.matched <= limit)
                 self.invariants.check_computed_once(namespace, tokens, limit, lease)
                 self.runner.ends[lease], self.computed[lease] = lease.matched, lease.committed
@@ -537,16 +538,15 @@ class World:
         expected = snapshot.num_states - adoption.left_out_states
         require("kept: a state is found", states >= expected, (states, expected))
 
-    def _count_overtaken(self, admitted: Answer) -> None:
-        """Count an admission for the oldest of its priority, unless that waits for what another one computes."""
+    def _note_overtaken(self, admitted: Answer) -> None:
+        """Note who is the oldest of its priority, and whether that waits for what another one computes."""
         equals = [r for r in self.scheduler.waiting if r.request.priority == admitted.request.priority]
         oldest = min(equals, key=lambda one: one.arrival)
         if oldest.arrival < admitted.arrival:
             limit = oldest.match_limit
             match = self.cache.match(oldest.request.namespace, oldest.tokens(), limit)
             follows = self.cache.leader(match, oldest.tokens(), limit) is not None
-            self.overtaken[id(oldest)] += not follows
-            self.events["overtaken while it follows"] += follows
+            self._overtakers.append((admitted, oldest, follows))
             self.events["scout"] += self.scheduler.waiting.index(admitted) >= self.sizes.max_ranked
 
     def step(self, launched: Callable[[], None] = lambda: None) -> list[Answer]:
@@ -570,6 +570,11 @@ class World:
                 self.skipped[id(answer)] += self._skips.get(id(answer), 0)
             if answer.lease is not None and answer.log.cached_tokens is not None:
                 self.first_match.setdefault(id(answer), answer.lease.matched)
+        for admitted, overtaken, follows in self._overtakers:
+            if overtaken in self.scheduler.waiting and admitted not in self.scheduler.waiting:
+                self.overtaken[id(overtaken)] += not follows
+                self.events["overtaken while it follows"] += follows
+        self._overtakers.clear()
         for priority, first in oldest.items():
             if first in self.scheduler.waiting:
                 self.events["less urgent admitted before"] += sum(
