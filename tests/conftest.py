@@ -24,7 +24,6 @@ if not torch.cuda.is_available():
 
 from hypothesis import settings
 
-from radixrt.execution import compilers
 from radixrt.workers import process
 from tests.support.forked_processes import forked
 from tests.support.interpreter import require_interpreter
@@ -35,8 +34,6 @@ if triton.__version__ and not torch.cuda.is_available():
         interpreter_calls,  # noqa: F401  # the interpreter's own calls of functions are slow
         interpreter_e4m3,  # noqa: F401  # and its conversions to and from e4m3 wrong
     )
-
-compilers.MOST = 0  # on a GPU each of many small models would start some
 
 gc.disable()  # until all tests are collected: there is hardly any garbage among so many objects
 

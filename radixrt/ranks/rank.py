@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,6 @@ from memory_pool.token_to_kv_pool import HostKVPool, TokenToKVPool
 from radixrt.builtin import MODEL_PATH
 from radixrt.config import RuntimeConfig
 from radixrt.errors import ParameterError
-from radixrt.execution.compilers import Compiled, compilers_beside
 from radixrt.execution.device import check_kernels, choose_device
 from radixrt.execution.kv_scales import calibrated_scales
 from radixrt.execution.memory_budget import (
@@ -53,7 +52,7 @@ from radixrt.ranks.group import ALONE, RankGroup
 from radixrt.ranks.messages import RankIdentity
 from radixrt.sampling_params import SamplingParams
 from triton_ops.e4m3 import E4M3, FIRST_CAPABILITY
-from triton_ops.implementation import gpu_of, runs_triton
+from triton_ops.implementation import runs_triton
 
 _log = logging.getLogger(__name__)
 
@@ -247,60 +246,32 @@ def assemble_rank(
     # Before the pool takes the free memory: this needs some, too.
     scales = calibrated_scales(decoder, device) if kv_dtype == E4M3 else None
     rows = ReqToTokenPool(limits.num_rows, context_length)
-    # Sums over ranks, and what is compared of a deterministic model, are launched where there is a GPU.
-    beside: AbstractContextManager[None] = nullcontext()
-    if runs_kernels and group.shape.size == 1 and not config.deterministic:
-        beside = compilers_beside(_compiled(folder, decoder, config, kv_dtype, limits, captures=captures))
-    with room_for_passes(), beside:
-        memory_began, for_passes = time.perf_counter(), 0
-        if runs_kernels and config.max_total_tokens is None:  # references are not for passes of any size
+    memory_began, for_passes = time.perf_counter(), 0
+    if runs_kernels and config.max_total_tokens is None:  # references are not for passes of any size
+        with room_for_passes():
             for_passes = measured_pass_memory(decoder, rows, limits, kv_dtype, captured=captured, tree=tree)
-        seconds["memory"] = time.perf_counter() - memory_began
+    seconds["memory"] = time.perf_counter() - memory_began
 
-        num_states = group.least(pool_states(device, layout, limits, share, promised=for_passes))
-        sizes = {"promised": for_passes, "beside": num_states * layout.bytes_per_state}
-        slots = pool_slots(device, bytes_per_slot, memory_fraction=share, max_total_tokens=wanted, **sizes)
-        slots = group.least(slots)
-        kv_pool = TokenToKVPool(slots, layout, num_states=num_states, device=device)
-        if scales is not None:
-            kv_pool.set_scales(scales)
-        host_pool = _host_pool(config, group, layout, kv_pool)
-        graphs_began = time.perf_counter()
+    num_states = group.least(pool_states(device, layout, limits, share, promised=for_passes))
+    sizes = {"promised": for_passes, "beside": num_states * layout.bytes_per_state}
+    slots = pool_slots(device, bytes_per_slot, memory_fraction=share, max_total_tokens=wanted, **sizes)
+    slots = group.least(slots)
+    kv_pool = TokenToKVPool(slots, layout, num_states=num_states, device=device)
+    if scales is not None:
+        kv_pool.set_scales(scales)
+    host_pool = _host_pool(config, group, layout, kv_pool)
+    graphs_began = time.perf_counter()
+    with room_for_passes():
         runner = ModelRunner(decoder, rows, kv_pool, device, host_pool, captured=captured, tree=tree)
         runner.capture_largest()
         # Several ranks capture the rest now, too, all at once: if one of them alone had no memory for it later,
         # the others would wait for that one.
         while group.shape.size > 1 and runner.capture_next(spares_memory=False):
             pass
-        seconds["graphs"] = time.perf_counter() - graphs_began
+    seconds["graphs"] = time.perf_counter() - graphs_began
     parts = RankParts(folder, decoder, whole_config, limits, rows, kv_pool, host_pool, runner, products, seconds)
     _log_made(parts, layout)
     return parts
-
-
-def _compiled(
-    folder: Path,
-    decoder: Decoder,
-    config: RuntimeConfig,
-    kv_dtype: torch.dtype,
-    limits: PassLimits,
-    *,
-    captures: bool,
-) -> Compiled:
-    gpu = gpu_of(decoder.placement.device)
-    return Compiled(
-        folder=str(folder),
-        dtype=str(decoder.placement.dtype).removeprefix("torch."),
-        kv_dtype=str(kv_dtype).removeprefix("torch."),
-        quantization=config.quantization,
-        context_length=decoder.config.context_length,
-        max_running_requests=limits.max_running_requests,
-        chunked_prefill_size=limits.chunked_prefill_size,
-        captures=captures,
-        tree=config.attention == "tree",
-        capability=gpu.capability,
-        num_sms=gpu.num_sms,
-    )
 
 
 def _bytes_per_slot(layout: KVLayout) -> int:

@@ -36,7 +36,7 @@ class Process:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", program, str(theirs.fileno())],
                 pass_fds=[theirs.fileno(), *inherited],
-                env={**os.environ, **own_environment(), **environment},
+                env={**os.environ, **_environment(), **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # this one's may carry records
                 start_new_session=True,  # Ctrl-C is for this one, which says what is to be done
@@ -99,7 +99,7 @@ def stopped(process: subprocess.Popen[bytes], owner: int, wait: float) -> int | 
     return status
 
 
-def own_environment() -> dict[str, str]:
+def _environment() -> dict[str, str]:
     """Of a process that finds this package, also where it is not installed, and logs as this one does."""
     found = {"PYTHONSAFEPATH": "1"}
     if _log.isEnabledFor(logging.INFO):
