@@ -184,7 +184,7 @@ class RadixTree:
         self.total_tokens = self.device_tokens = self.locked_tokens = 0  # the first: in one tier or both
         self.version = 0  # grows whenever a match may have changed
         self.moves = 0  # times that a node has left the device
-        self._asked: tuple[Node | None, int, Slots] = None, 0, EMPTY  # what `slots_of` has made last, and when
+        self._last_path: tuple[Node | None, int, Slots] = None, 0, EMPTY  # what `slots_of` has made last, and when
         self.leaves = [LeafQueue(DEVICE), LeafQueue(HOST)]
         self.left: list[Node] = []  # nodes with states that have left a tier, for the cache to take
         self._clock = 0
@@ -229,10 +229,10 @@ class RadixTree:
         """The slots of the whole path of a node on the device, `[depth in tokens]`. They must not change: whoever
         asks next for the same path, as those do that share it, gets this array.
         """
-        if self._asked[0] is not end or self._asked[1] != self.moves:
+        if self._last_path[0] is not end or self._last_path[1] != self.moves:
             parts = [node.slots[DEVICE] for node in self.path(end)]
-            self._asked = end, self.moves, np.concatenate(cast("list[Slots]", parts[::-1]))
-        return self._asked[2]
+            self._last_path = end, self.moves, np.concatenate(cast("list[Slots]", parts[::-1]))
+        return self._last_path[2]
 
     def path(self, end: Node, until: Node | None = None) -> Iterator[Node]:
         """The nodes from `end` up to its root, or up to its ancestor `until`, which is left out."""

@@ -49,7 +49,7 @@ class KnownWords:
     def _with(self, words: set[str], total: int) -> dict[str, list[int]]:
         """The ids of what is known of some words, with those that are worth it among the new ones."""
         ids = self._ids
-        new = self._worth_knowing(words - ids.keys())
+        new = self._worth_knowing(words.difference(ids))
         if len(new) > MOST_NEW * total:
             return {}
         if len(ids) + len(new) > MOST:
