@@ -124,7 +124,7 @@ class Admission:
             cache.states.make_room(count, cache.passes, ends_only=True)
             self._neighbours.add(waiting[: max_ranked + look_ahead])
         more_urgent = 0  # answers at the head of the queue that were passed over
-        followers: set[Answer] = set()  # who wait for their leaders: nobody takes their places
+        followers: set[Answer] = set()  # who wait for what others compute: nobody overtakes them meanwhile
         loads = config.max_loaded_chunks * config.chunked_prefill_size
         scouts = self._scouts(max_ranked, look_ahead, promised)
         for answer in self.paced([*scouts, *admission_order(config, waiting[:max_ranked], cache)]):
