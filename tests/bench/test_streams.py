@@ -18,11 +18,11 @@ TOKENS = 12
 @pytest.mark.parametrize("kind", ["tasks", "threads"])
 @pytest.mark.parametrize("count", [1, 16, 256])
 def test_each_stream_gets_its_tokens_one_by_one(kind: str, count: int) -> None:
-    found = measure(kind, count, tokens=TOKENS)
+    found = measure(kind, count, tokens=TOKENS, seconds=0.02 if count < 256 else 0.1)
     assert len(found.chunks) == count
     assert {sum(sizes) for sizes in found.chunks} == {TOKENS}
     # A thread that a slow machine wakes late finds two at once.
-    assert sum(median(sizes) == 1 for sizes in found.chunks) >= 0.75 * count
+    assert sum(median(sizes) == 1 for sizes in found.chunks) >= 0.5 * count
     assert found.passes <= TOKENS + 2
     assert found.stall < 0.5  # of seconds: a machine that others keep busy stalls too
 
