@@ -21,8 +21,9 @@ def test_each_stream_gets_its_tokens_one_by_one(kind: str, count: int) -> None:
     found = measure(kind, count, tokens=TOKENS, seconds=0.02 if count < 256 else 0.1)
     assert len(found.chunks) == count
     assert {sum(sizes) for sizes in found.chunks} == {TOKENS}
-    # A thread that a slow machine wakes late finds two at once.
-    assert sum(median(sizes) == 1 for sizes in found.chunks) >= 0.5 * count
+    # Of so many threads a slow machine wakes some late, which then find two at once.
+    least = count if count < 256 else count // 2
+    assert sum(median(sizes) == 1 for sizes in found.chunks) >= least
     assert found.passes <= TOKENS + 2
     assert found.stall < 0.5  # of seconds: a machine that others keep busy stalls too
 
