@@ -12,6 +12,8 @@ CALLS_PER_COLLECTION = 1000  # calls that left none in progress
 # After so many, new ones are looked through; Python's default is 700. A prompt takes some ten until its output is
 # told: of a list of thousands, none of which is garbage, each look would take milliseconds.
 NEW_OBJECTS = 100_000
+# Python 3.12 starts with 375 frozen objects of its own; `gc.freeze` freezes thousands, all that there are.
+FROZEN_BY_PYTHON = 1000
 
 _lock = threading.RLock()  # the collector may end a forgotten call here
 _calls = 0  # in progress, of all threads
@@ -34,7 +36,7 @@ def old_objects_left_alone() -> Iterator[None]:
     with _lock:
         _calls += 1
         if _calls == 1:
-            if _is_own := not gc.get_freeze_count():
+            if _is_own := gc.get_freeze_count() < FROZEN_BY_PYTHON:
                 gc.freeze()
             _thresholds = first, *others = gc.get_threshold()
             if first:  # it is not switched off

@@ -56,6 +56,22 @@ def test_what_somebody_else_has_frozen_stays_so() -> None:
         gc.unfreeze()
 
 
+def test_the_few_that_python_has_frozen_itself_are_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of Python 3.12, which has 375 when it starts."""
+    frozen = 375
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: frozen)
+    calls: list[str] = []
+    monkeypatch.setattr(gc, "freeze", lambda: calls.append("freeze"))
+    monkeypatch.setattr(gc, "unfreeze", lambda: calls.append("unfreeze"))
+    with old_objects_left_alone():
+        assert calls == ["freeze"]
+    assert calls == ["freeze", "unfreeze"]
+    frozen = 5000
+    with old_objects_left_alone():
+        pass
+    assert calls == ["freeze", "unfreeze"]
+
+
 def test_short_calls_do_not_put_off_full_collections_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("radixrt.engine.gc_control.CALLS_PER_COLLECTION", 5)
     gc.collect()
