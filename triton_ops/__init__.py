@@ -1,1 +1,1 @@
-"""Layer 0: one file an operation, each a public function on plain tensors. Nothing is imported here."""
+"""Layer 0: operations, each a public function on plain tensors. Nothing is imported here."""
