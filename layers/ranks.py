@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from layers.turns import Turns
 from triton_ops.ranks.peer_sum import PeerSum
 
 _SUM: Any = c10d.AllreduceOptions()
@@ -29,7 +28,6 @@ class Ranks:
             all.
         ordered: sums are taken in the order of ranks, in float32. Otherwise the order, and so the bits of a sum of
             more than two, may depend on where in a tensor an element is, and on the tensor's size.
-        turns: of halves of a pass, whose sums are the group's; None: of ranks that compute no halves.
     """
 
     rank: int = 0
@@ -37,7 +35,6 @@ class Ranks:
     group: Any = None
     peers: PeerSum | None = None
     ordered: bool = False
-    turns: Turns | None = None
 
     @property
     def is_alone(self) -> bool:
@@ -49,17 +46,13 @@ class Ranks:
 
     def addend(self, part: Tensor) -> Addend:
         """`summed`, or what `RMSNorm.add` takes where it sums in its own kernel."""
-        if self.peers is not None and not self.is_alone and not self._turns and self.peers.takes_rows(part):
+        if self.peers is not None and not self.is_alone and self.peers.takes_rows(part):
             return RankPart(part, self.peers)
         return self.summed(part)
 
     def summed(self, part: Tensor) -> Tensor:
         """The sum of all ranks' parts, of the same bits on each, in the place of `part`, which is contiguous."""
         if self.is_alone:
-            return part
-        if turns := self._turns:
-            with turns.summing():
-                _wait(self.group.allreduce([part], _SUM))
             return part
         if self.peers is not None and self.peers.takes(part):
             return self.peers(part)
@@ -82,11 +75,6 @@ class Ranks:
             return self.peers.join(part, out)
         out.view(num_rows, self.size, width).copy_(self._gathered(part).transpose(0, 1))
         return out
-
-    @property
-    def _turns(self) -> Turns | None:
-        """Those that are taken now."""
-        return self.turns if self.turns is not None and self.turns.are_taken else None
 
     def _gathered(self, part: Tensor) -> Tensor:
         """`[size, ...]`, all ranks' parts."""

@@ -168,11 +168,7 @@ class Executor:
         handed = self._taken_over(pass_, packed)
         if key is None:
             arrays = packed.inputs.tensors(words) | arrays
-            if packed.halves:
-                hidden = self._hidden_of_halves(packed, words, handed)
-            else:
-                hidden = self._hidden(packed, arrays, handed)
-            computed = Forward(pass_, arrays, *self._outputs(packed, arrays, hidden))
+            computed = Forward(pass_, arrays, *self._compute(packed, arrays, handed))
             if not self._stage.is_last:
                 assert computed.hidden is not None
                 self._hand_on(pass_, computed.hidden)
@@ -222,16 +218,12 @@ class Executor:
         handed: Tensor | None,
         num_blocks: int | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """What the graph of a pass computes: logits, flags and hidden states."""
+        """The one way from the words of a pass to its logits, flags and hidden states. Those of a pass with a key
+        are left in their places: logits and flags, or hidden states to be handed on.
+        """
         if packed.is_decode:
             rows, positions = arrays["req_pool_indices"], arrays["positions"]
             write_cells(self.req_to_token, rows, positions, arrays["out_cache_loc"], impl=self._impl)
-        return self._outputs(packed, arrays, self._hidden(packed, arrays, handed, num_blocks))
-
-    def _hidden(
-        self, packed: PackedPass, arrays: Arrays, handed: Tensor | None, num_blocks: int | None = None
-    ) -> Tensor:
-        """The one way from the words of a pass to its hidden states."""
         num_extends = packed.num_extends
         plans = packed.plans.with_arrays(arrays[name] for name in packed.plans.numbered())
         host = packed.host_arrays()
@@ -248,25 +240,7 @@ class Executor:
         ids = arrays["input_ids"]
         if self._stage.is_first:
             ids = known_tokens(ids, self.last_token, impl=self._impl)
-        hidden: Tensor = self._model(ids, metadata, self._kv_pool, handed=handed, num_blocks=num_blocks)
-        return hidden
-
-    def _hidden_of_halves(self, packed: PackedPass, words: Tensor, handed: Tensor | None) -> Tensor:
-        """The same, layer by layer in turn."""
-        turns, (first, second) = self._model.placement.ranks.turns, packed.halves
-        assert turns is not None  # one rank alone cuts no passes
-        cut = first.num_tokens
-        parts = (None, None) if handed is None else (handed[:cut], handed[cut:])
-        hidden = turns.computed(
-            partial(self._hidden, first, first.inputs.tensors(words), parts[0]),
-            partial(self._hidden, second, second.inputs.tensors(words), parts[1]),
-        )
-        return torch.cat(hidden)
-
-    def _outputs(self, packed: PackedPass, arrays: Arrays, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The one way from there to its logits and flags. Those of a pass with a key are left in their places,
-        too, and so are hidden states to be handed on.
-        """
+        hidden = self._model(ids, metadata, self._kv_pool, handed=handed, num_blocks=num_blocks)
         if not self._stage.is_last:
             if packed.key is not None:
                 self._handed_on[: len(hidden)].copy_(hidden)

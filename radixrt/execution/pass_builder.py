@@ -16,7 +16,6 @@ from radixrt.arrays import Int32Array
 from radixrt.execution.attention.pass_plans import PassPlans, PlanShape
 from radixrt.execution.attention.planner import AttentionPlanner
 from radixrt.execution.graphs import PassShape
-from radixrt.execution.halves import halves_of
 from radixrt.execution.staging import Layout, packed, padded
 from radixrt.schedule.passes import NO_ROWS, Arrays, Pass
 
@@ -53,8 +52,6 @@ class PackedPass:
     inputs: Layout
     plans: PassPlans[Int32Array]  # on the host
     num_extends: int  # rows that may have several tokens, with padding
-    # Of a pass that is cut, which has no inputs and plans but these, and `last_tokens` and `logits_indices`.
-    halves: tuple[PackedPass, ...] = ()
     extras: Layout = _NOTHING  # where all others lie, after the inputs: changes of rows, draws, scored tokens
 
     @property
@@ -65,8 +62,6 @@ class PackedPass:
     @property
     def num_tokens(self) -> int:
         """T, with padding."""
-        if self.halves:
-            return sum(half.num_tokens for half in self.halves)
         words, _ = self.inputs.places["input_ids"]
         return int(words.stop - words.start)
 
@@ -142,9 +137,7 @@ class PassBuilder:
         if shape is not None and shape.is_decode:
             return self._decode(pass_, shape)
         made = None if shape is None else self._padded(pass_, shape)
-        if made is None:
-            made = self._in_halves(pass_) if pass_.cut else self._as_it_is(pass_)
-        return made.with_extras(_extras(pass_))
+        return (made or self._as_it_is(pass_)).with_extras(_extras(pass_))
 
     def _unused_words(self, key: PassKey) -> _DecodeWords:
         """Words for other requests than those of the last lanes, of which the oldest may be given up."""
@@ -196,22 +189,6 @@ class PassBuilder:
             {**host, "input_ids": pass_.input_ids, **self._states(pass_), **own, **plans.numbered()}
         )
         return PackedPass(None, words, layout, plans, pass_.num_extends)
-
-    def _in_halves(self, pass_: Pass) -> PackedPass:
-        """A pass that is cut."""
-        words, halves = np.zeros(0, np.int32), list[PackedPass]()
-        for half in halves_of(pass_):
-            host = InputMetadata.host_arrays(
-                half.req_pool_indices, half.seq_lens, half.prefix_lens, half.out_cache_loc
-            )
-            plans = self._planner.plan(host, half.num_extends)
-            arrays = {**host, "input_ids": half.input_ids, **self._states(half), **plans.numbered()}
-            words, layout = packed(arrays, before=words)
-            halves.append(PackedPass(None, words, layout, plans, half.num_extends))
-        last = np.cumsum(pass_.seq_lens - pass_.prefix_lens, dtype=np.int32) - 1
-        own = {"last_tokens": last, "logits_indices": last[pass_.sampling.logits_rows]}
-        words, layout = packed(own, before=words)
-        return PackedPass(None, words, layout, PassPlans({}), pass_.num_extends, tuple(halves))
 
     def _padded(self, pass_: Pass, shape: PassShape, plan_shapes: Sequence[PlanShape] = ()) -> PackedPass | None:
         """A pass in a shape's places, its padding tokens in an extend of their own; None where plans are None."""

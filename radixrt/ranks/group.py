@@ -20,7 +20,6 @@ import torch.distributed.distributed_c10d as c10d
 from layers.ranks import ALONE as ALONE_IN_LAYERS
 from layers.ranks import Ranks
 from layers.stages import WHOLE, Link, Stage, TokenReceiver, TokenSender
-from layers.turns import Turns
 from radixrt.ranks.shared_memory import reaches_all, shared_memory
 from triton_ops.implementation import Impl, runs_triton
 from triton_ops.ranks.peer_sum import TWO_SHOTS_ABOVE, PeerMemory, PeerSum
@@ -143,8 +142,7 @@ def joined(store: Any, rank: int, shape: Shape, device: torch.device, impl: Impl
     stage, place = shape.stage_of(rank), rank % shape.stage_size
     ranks = ALONE_IN_LAYERS
     if shape.num_stages == 1 or shape.stage_size > 1:
-        own_group = group(f"layers {stage}", place, shape.stage_size)
-        ranks = Ranks(place, shape.stage_size, own_group, turns=Turns(device))
+        ranks = Ranks(place, shape.stage_size, group(f"layers {stage}", place, shape.stage_size))
     own = _stage(group, stage, place, shape.num_stages)
     if device.type == "cuda":
         _connect(ranks, own, device)

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from memory_pool.kv_transfers import KVTransfer
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from radixrt.arrays import Int32Array
 from radixrt.errors import DeviceLostError
-from radixrt.execution.halves import cut_of
 from radixrt.execution.model_runner import ModelRunner
 from radixrt.ranks.followers import Followers
 from radixrt.ranks.messages import PassWriter, transfers_message
@@ -42,8 +41,6 @@ class LeadingRunner:
 
     def __init__(self, own: ModelRunner, followers: Followers, own_rows: ReqToTokenPool | None = None) -> None:
         self._own, self._followers, self._own_rows = own, followers, own_rows
-        ranks = own.model.placement.ranks
-        self._computes_halves = ranks.turns is not None and not ranks.ordered
         self._writer, self._num_launched = PassWriter(own.model.stage.count), 0
         self._waiting: deque[_Launch] = deque()  # for this rank's part
 
@@ -56,23 +53,18 @@ class LeadingRunner:
             raise DeviceLostError(self._followers.why_lost(error)) from error
 
     def prepare(self, pass_: Pass) -> None:
-        """See `Runner`; halves are prepared as they are launched."""
-        if self._own_rows is None and not self._cut_of(pass_):
+        """See `Runner`."""
+        if self._own_rows is None:
             self._own.prepare(pass_)
 
     def launch(self, pass_: Pass) -> object:
         """See `Runner`."""
-        if cut := self._cut_of(pass_):
-            pass_ = replace(pass_, cut=cut)
         self._tell(self._writer.message(pass_))
         launch = _Launch(pass_)
         self._waiting.append(launch)
         if self._own_rows is None:
             self._compute_until(launch)
         return launch
-
-    def _cut_of(self, pass_: Pass) -> int:
-        return cut_of(pass_) if self._computes_halves else 0
 
     def _tell(self, message: Message) -> None:
         """A rank that reads nothing more may wait for tokens of passes that wait here."""

@@ -54,7 +54,7 @@ class SamplingInputs:
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass as plain numbers, to be pickled: B rows that compute T new tokens. A `Booking` says whose it is.
+    """One pass as plain numbers: B rows that compute T new tokens. A `Booking` says whose it is.
 
     While the same requests decode pass after pass, and nothing else is computed, `req_pool_indices` is the same
     array. Arrays may be shared between passes: nobody changes them.
@@ -77,7 +77,6 @@ class Pass:
     sampling: SamplingInputs  # how the S tokens are drawn
     num_top_scored: int = 0  # alternatives to find for the P tokens
     extended_tokens: int = 0  # the T tokens less those of decodes
-    cut: int = 0  # tokens of the first of two halves, which ranks compute in turn; 0: all are computed at once
     # Of a model whose layers keep states, `[B]`: the state that a row begins with, 0 for zeros, and the one that
     # it leaves after its last new token. None for other models.
     state_reads: Int32Array | None = None

@@ -10,14 +10,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 
 from radixrt.errors import DeviceLostError
-from radixrt.execution import halves, pass_builder
 from radixrt.output import RequestOutput
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
@@ -152,29 +149,3 @@ def test_a_rank_that_is_lost_ends_all(two: dict[str, int], lost_by: signal.Signa
         thread.join()
         both.close()
         assert time.monotonic() - began < 35
-
-
-@pytest.mark.parametrize("name", ["llama", *HYBRIDS])
-def test_sums_beside_products(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes in two halves, whose sums are made on a stream of their own, again and again: log-probabilities of
-    the tokens of long prompts, in float32, are those of passes that the same ranks compute at once. Experts may
-    change where two are all but equal.
-    """
-    make = {"llama": partial(checkpoints.llama, **LLAMA), **HYBRIDS}[name]
-    rng, found = np.random.default_rng(0), list[np.ndarray]()
-    prompts = [rng.integers(3, checkpoints.VOCAB_SIZE, count).tolist() for count in (3000, 1900, 40, 7, 2500)]
-    params = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
-    told: dict[str, Any] = {"dtype": "float32", "chunked_prefill_size": 4096, "cuda_graphs": False}
-    halves_of = Mock(side_effect=pass_builder.halves_of)
-    monkeypatch.setattr(pass_builder, "halves_of", halves_of)
-    folder = checkpoints.write(make(max_position_embeddings=4096), tmp_path)
-    with none_left(), runtime(model=folder, tensor_parallel_size=2, **told) as both:
-        for fewest in (10**9, *[600] * 5):
-            monkeypatch.setattr(halves, "FEWEST_TOKENS", fewest)
-            both.flush_cache()
-            scores = [output.prompt_logprobs or () for output in both.generate(prompts, params)]
-            found.append(np.array([each.logprob for of_one in scores for each in of_one if each is not None]))
-    assert halves_of.call_count >= 5
-    for again in found[1:]:
-        assert len(again) == sum(map(len, prompts)) - len(prompts)
-        assert np.isclose(again, found[0], atol=1e-2).mean() > 0.99
