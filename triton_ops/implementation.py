@@ -26,7 +26,6 @@ try:
     import triton
     import triton.language as tl
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-    from triton.tools.tensor_descriptor import TensorDescriptor
 except ModuleNotFoundError:  # Triton exists for Linux alone; torch runs everywhere
 
     class triton:  # type: ignore[no-redef]
@@ -38,13 +37,12 @@ except ModuleNotFoundError:  # Triton exists for Linux alone; torch runs everywh
         def jit(fn=None, **options):
             return fn or triton.jit
 
-    tl = gdc_launch_dependents = gdc_wait = TensorDescriptor = None
+    tl = gdc_launch_dependents = gdc_wait = None
 
 __all__ = [
     "GPU",
     "INTERPRETED",
     "Impl",
-    "TensorDescriptor",
     "Vendor",
     "cdiv",
     "compiling_for",
