@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache, cached_property
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -34,7 +34,7 @@ except ModuleNotFoundError:  # Triton exists for Linux alone; torch runs everywh
         __version__ = ""
 
         @staticmethod
-        def jit(fn=None, **options):
+        def jit(fn: Any = None, **options: Any) -> Any:
             return fn or triton.jit
 
     tl = gdc_launch_dependents = gdc_wait = None
