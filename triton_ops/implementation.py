@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache, cached_property
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -26,7 +26,6 @@ try:
     import triton
     import triton.language as tl
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-    from triton.tools.tensor_descriptor import TensorDescriptor
 except ModuleNotFoundError:  # Triton exists for Linux alone; torch runs everywhere
 
     class triton:  # type: ignore[no-redef]
@@ -35,16 +34,15 @@ except ModuleNotFoundError:  # Triton exists for Linux alone; torch runs everywh
         __version__ = ""
 
         @staticmethod
-        def jit(fn=None, **options):
+        def jit(fn: Any = None, **options: Any) -> Any:
             return fn or triton.jit
 
-    tl = gdc_launch_dependents = gdc_wait = TensorDescriptor = None
+    tl = gdc_launch_dependents = gdc_wait = None
 
 __all__ = [
     "GPU",
     "INTERPRETED",
     "Impl",
-    "TensorDescriptor",
     "Vendor",
     "cdiv",
     "compiling_for",

@@ -273,25 +273,19 @@ def split_k_config(
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Programs, one for each multiprocessor, compute tile after tile: `rows` of x times `columns` of gate and as
-    many of up, `depth` elements of the sum a step, with the loads of `stages` steps under way.
-
-    Attributes:
-        language: of the kernel; Gluon's is for Hopper alone, and has tiles of 128 rows.
+    """Programs, one for each multiprocessor, compute tile after tile: `TILE_ROWS` of x times `columns` of gate and
+    as many of up, `TILE_DEPTH` elements of the sum a step, with the loads of `stages` steps under way.
     """
 
-    language: Literal["gluon", "triton"]
     columns: int
     stages: int
-    rows: int = 128
-    depth: int = 64
 
 
+TILE_ROWS, TILE_DEPTH = 128, 64
 TILE_WARPS = 8
 TILE_GROUP = 16  # tiles of rows that read the same columns one after the other, so that these stay in L2
-WIDE_GATED = TileConfig("gluon", 128, 4)
-NARROW_GATED = TileConfig("gluon", 64, 6)
-TRITON_GATED = TileConfig("triton", 128, 3)
+WIDE_GATED = TileConfig(128, 4)
+NARROW_GATED = TileConfig(64, 6)
 _NARROW_SPEED = 0.93  # of `NARROW_GATED`, whose tiles take more than half as long as those of `WIDE_GATED`
 
 
@@ -300,20 +294,17 @@ def gated_linear_config(
     gpu: GPU, num_rows: int, num_columns: int, depth: int, dtype: torch.dtype, *, gluon: bool
 ) -> TileConfig | None:
     """For `[num_rows, depth]` times gate and up, `[num_columns, depth]` each; None where a product and its
-    activation are as fast, or were not compared. `gluon`: there is Gluon.
+    activation are as fast, or were not compared, and without `gluon`, in which the kernel is written.
 
     Tiles are computed in waves, one on each multiprocessor. The last wave may have few, the last of them few rows:
-    what they would have room for is lost. On an H100 the kernel in Gluon was faster where at most a fifth is, of
-    256 rows and more (docs/lab-notebook). Triton's gains where sums are so short that the activation counts.
+    what they would have room for is lost. On an H100 the kernel was faster where at most a fifth is, of 256 rows
+    and more (docs/lab-notebook).
     """
     _check_vendor(gpu)
-    if not gpu.has_wgmma or dtype not in (torch.float16, torch.bfloat16) or num_rows < 256:
+    if not (gluon and gpu.has_wgmma) or dtype not in (torch.float16, torch.bfloat16) or num_rows < 256:
         return None
     if not (3072 <= num_columns <= 14_336 and 1024 <= depth <= 4096) or num_columns % 8 or depth % 8:
         return None
-    if not gluon:
-        gains = depth <= 2048 and _share_of_waves(gpu, num_rows, num_columns, TRITON_GATED) >= 0.9
-        return TRITON_GATED if gains else None
     wide, narrow = (_share_of_waves(gpu, num_rows, num_columns, tile) for tile in (WIDE_GATED, NARROW_GATED))
     narrow *= _NARROW_SPEED
     if max(wide, narrow) < 0.8:
@@ -323,8 +314,8 @@ def gated_linear_config(
 
 def _share_of_waves(gpu: GPU, num_rows: int, num_columns: int, tile: TileConfig) -> float:
     """How much of its tiles' waves a result of `[num_rows, num_columns]` fills."""
-    waves = cdiv(cdiv(num_rows, tile.rows) * cdiv(num_columns, tile.columns), gpu.num_sms)
-    return num_rows * num_columns / (waves * gpu.num_sms * tile.rows * tile.columns)
+    waves = cdiv(cdiv(num_rows, TILE_ROWS) * cdiv(num_columns, tile.columns), gpu.num_sms)
+    return num_rows * num_columns / (waves * gpu.num_sms * TILE_ROWS * tile.columns)
 
 
 @dataclass(frozen=True)

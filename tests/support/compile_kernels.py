@@ -48,7 +48,6 @@ MAX_SPILLED_BY = {"ordered_kernel": 1500, "_extend_hopper_kernel": 48}
 # Kernels whose wgmma must be able to overlap.
 OVERLAPPING = {
     "ordered_kernel",
-    "_gated_kernel",
     "_gated_hopper_kernel",
     "_extend_hopper_kernel",
     "_experts_hopper_kernel",

@@ -69,9 +69,7 @@ from triton_ops.tuning import (
     MAX_ROW_BYTES,
     NARROW_GATED,
     SHORT_ROWS,
-    TRITON_GATED,
     WIDE_GATED,
-    TileConfig,
     few_rows_config,
     split_k_config,
 )
@@ -533,18 +531,15 @@ def _few_rows_cases() -> Iterator[KernelCase]:
 
 
 def _gated_cases() -> Iterator[KernelCase]:
-    """The tiles for Hopper, and one that fits other GPUs."""
-    tiles = {"small": TileConfig("triton", 64, 2), "Triton": TRITON_GATED}
-    if has_gluon():
-        tiles |= {"wide": WIDE_GATED, "narrow": NARROW_GATED}
+    """The tiles for Hopper."""
+    tiles = {"wide": WIDE_GATED, "narrow": NARROW_GATED}
     for (num_columns, depth), dtype in product(((14_336, 4096), (1000, 1032)), (torch.bfloat16, torch.float16)):
         x, weight = torch.empty(1000, depth, dtype=dtype), torch.empty(2 * num_columns, depth, dtype=dtype)
         for tile, config in tiles.items():
             name = f"1000 x {num_columns} x {depth}, {SHORT_NAMES[dtype]}, {tile}"
             few = dtype == torch.bfloat16 and num_columns == 14_336
             call = partial(gated_linear, x, weight, config, impl="triton")
-            least = 80 if tile == "small" else 90
-            yield KernelCase(gated_linear, name, call, few, wgmma=True, min_capability=least)
+            yield KernelCase(gated_linear, name, call, few, wgmma=has_gluon(), min_capability=90)
 
 
 # --- ordered projections ---

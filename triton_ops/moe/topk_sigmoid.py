@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triton_ops.activations.elementwise import as_rows
-from triton_ops.implementation import Impl, cdiv, next_power_of_2, runs_triton, tl, triton
-from triton_ops.tuning import row_blocks
+from triton_ops.implementation import Impl, runs_triton, tl, triton
+from triton_ops.moe.topk_softmax import launch_topk
 
 
 def topk_sigmoid(
@@ -36,7 +35,15 @@ def topk_sigmoid(
     Groups are for the torch form alone, whatever `impl` is; it waits for no device.
     """
     if num_groups == 1 and runs_triton(impl, logits.device):
-        return _launch(logits, correction, top_k, renormalize, factor, tiny)
+        return launch_topk(
+            _topk_sigmoid_kernel,
+            logits,
+            top_k,
+            correction_ptr=_checked(correction, logits.shape[1]),
+            factor=factor,
+            RENORMALIZE=renormalize,
+            TINY=tiny,
+        )
     scores = 1.0 / (1.0 + torch.exp(-logits.float()))  # torch's sigmoid: other bits at other places, on a CPU
     choice = scores + correction
     if num_groups > 1:
@@ -52,39 +59,13 @@ def topk_sigmoid(
     return weights * factor, experts
 
 
-def _launch(
-    logits: Tensor, correction: Tensor, top_k: int, renormalize: bool, factor: float, tiny: float
-) -> tuple[Tensor, Tensor]:
-    num_tokens, num_experts = logits.shape
-    if not 1 <= top_k <= num_experts:
-        raise ValueError(f"top_k must be 1 to {num_experts} (all experts), but is {top_k}")
+def _checked(correction: Tensor, num_experts: int) -> Tensor:
+    """As the kernel reads it."""
     if correction.shape != (num_experts,) or correction.dtype != torch.float32:
         raise ValueError(
             f"correction must be float32 [{num_experts}], but is {correction.dtype} {[*correction.shape]}"
         )
-    rows, correction = as_rows(logits), correction.contiguous()
-    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
-    experts = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits.device)
-    if num_tokens:
-        block, block_rows, num_warps = row_blocks(num_experts, logits.dtype)
-        _topk_sigmoid_kernel[(cdiv(num_tokens, block_rows),)](
-            rows,
-            correction,
-            weights,
-            experts,
-            num_tokens,
-            rows.stride(0),
-            factor,
-            RENORMALIZE=renormalize,
-            TOP_K=top_k,
-            CHOICES=next_power_of_2(top_k),
-            NUM_EXPERTS=num_experts,
-            BLOCK=block,
-            ROWS=block_rows,
-            TINY=tiny,
-            num_warps=num_warps,
-        )
-    return weights, experts
+    return correction.contiguous()
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,12 +20,16 @@ def topk_softmax(logits: Tensor, top_k: int, *, renormalize: bool, impl: Impl = 
     float32; with `renormalize` they are divided by their sum.
     """
     if runs_triton(impl, logits.device):
-        return _launch(logits, top_k, renormalize)
+        return launch_topk(_topk_softmax_kernel, logits, top_k, RENORMALIZE=renormalize)
     weights, experts = logits.softmax(-1, dtype=torch.float32).topk(top_k, dim=-1)
     return (weights / weights.sum(-1, keepdim=True) if renormalize else weights), experts
 
 
-def _launch(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+def launch_topk(kernel: Any, logits: Tensor, top_k: int, **others: Any) -> tuple[Tensor, Tensor]:
+    """Weights and experts by a kernel that chooses: `others` are the arguments that it has besides.
+
+    Raises ValueError unless there are `top_k` experts.
+    """
     num_tokens, num_experts = logits.shape
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k must be 1 to {num_experts} (all experts), but is {top_k}")
@@ -32,19 +38,19 @@ def _launch(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tens
     experts = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits.device)
     if num_tokens:
         block, block_rows, num_warps = row_blocks(num_experts, logits.dtype)
-        _topk_softmax_kernel[(cdiv(num_tokens, block_rows),)](
-            rows,
-            weights,
-            experts,
-            num_tokens,
-            rows.stride(0),
-            RENORMALIZE=renormalize,
+        kernel[(cdiv(num_tokens, block_rows),)](
+            logits_ptr=rows,
+            weights_ptr=weights,
+            experts_ptr=experts,
+            num_tokens=num_tokens,
+            logits_stride=rows.stride(0),
             TOP_K=top_k,
             CHOICES=next_power_of_2(top_k),
             NUM_EXPERTS=num_experts,
             BLOCK=block,
             ROWS=block_rows,
             num_warps=num_warps,
+            **others,
         )
     return weights, experts
 

@@ -18,27 +18,21 @@ from triton_ops.recurrent.gated_delta_kernels import (
     delta_step_kernel,
     delta_within_kernel,
 )
-from triton_ops.recurrent.rows import (
-    StateRows,
-    begun_states,
+from triton_ops.recurrent.recurrence import (
+    CHUNK,
+    TokenInputs,
+    by_token,
     check_exact,
     check_heads,
+    check_kernels,
     check_shapes,
     check_states,
-    go_through,
+    compute_rows,
     in_chunks,
-    leave_states,
 )
+from triton_ops.recurrent.rows import StateRows
 from triton_ops.recurrent.softplus import softplus
-from triton_ops.tuning import (
-    MAX_DELTA_DIM,
-    RECURRENT_DTYPES,
-    delta_chunks_config,
-    delta_step_config,
-    token_by_token_config,
-)
-
-CHUNK = 64  # tokens, in torch
+from triton_ops.tuning import MAX_DELTA_DIM, delta_chunks_config, delta_step_config, token_by_token_config
 
 
 def gated_delta(
@@ -83,32 +77,12 @@ def gated_delta(
         check_exact(states, q.dtype)
     if runs_triton(impl, q.device):
         return _launch(q, k, v, a, b, a_log, dt_bias, states, rows, deterministic)
+
+    def inputs_of(tokens: slice | Tensor) -> _Tokens:
+        return _Tokens.of(q[tokens], k[tokens], v[tokens], a[tokens], b[tokens], a_log, dt_bias)
+
     out = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
-    if deterministic:
-        every = _Tokens.of(q, k, v, a, b, a_log, dt_bias)
-
-        def step(begun: Tensor, tokens: Tensor) -> Tensor:
-            now = (x[tokens] for x in (every.q, every.k, every.v, every.log_decay, every.beta))
-            read, left = _step(begun, *now)
-            out[tokens] = read.to(out.dtype)
-            return left
-
-        go_through(states, rows, step)
-        return out
-    tokens, read_from, write_to = rows.single()
-    if len(tokens):
-        at = _Tokens.of(q[tokens], k[tokens], v[tokens], a[tokens], b[tokens], a_log, dt_bias)
-        begun = begun_states(states, read_from).to(at.v.dtype)
-        read, left = _step(begun, at.q, at.k, at.v, at.log_decay, at.beta)
-        out[tokens] = read.to(out.dtype)
-        leave_states(states, write_to, left)
-    for start, length, begins, ends in rows.long():
-        of = slice(start, start + length)
-        at = _Tokens.of(q[of], k[of], v[of], a[of], b[of], a_log, dt_bias)
-        begun = begun_states(states, torch.tensor([begins], device=q.device)).to(at.v.dtype)
-        out[of], left = _in_chunks(begun[0], at)
-        leave_states(states, torch.tensor([ends], device=q.device), left[None])
-    return out
+    return compute_rows(inputs_of, states, rows, out, deterministic=deterministic)
 
 
 def gated_delta_reference(
@@ -129,14 +103,11 @@ def gated_delta_reference(
     outputs `[L, num_v_heads, v_dim]` and the state that is left, in float64.
     """
     at = _Tokens.of(q, k, v, a, b, a_log, dt_bias, dtype=torch.float64)
-    out, state = torch.zeros_like(at.v), state.double()
-    for t in range(len(q)):
-        out[t], state = _step(state, at.q[t], at.k[t], at.v[t], at.log_decay[t], at.beta[t])
-    return out, state
+    return at.one_by_one(state.double(), torch.empty_like(at.v))
 
 
 @dataclass(frozen=True)
-class _Tokens:
+class _Tokens(TokenInputs):
     """What the rule takes of some tokens, for each value head: in float32, or in float64 from such q.
 
     Attributes:
@@ -174,50 +145,43 @@ class _Tokens:
             beta.to(dtype),
         )
 
+    def step(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        state = state * self.log_decay.exp()[..., None, None]
+        predicted = (state * self.k[..., None]).sum(-2)
+        state = state + self.k[..., None] * (self.beta[..., None] * (self.v - predicted))[..., None, :]
+        return (state * self.q[..., None]).sum(-2), state
+
+    def by_chunks(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """With G the sums of log decays from a chunk's begin, S the state there and u_t what token t adds to it,
+        `u_t = beta_t (v_t - exp(G_t) S^T k_t - sum_{i<t} exp(G_t - G_i) (k_t . k_i) u_i)`: a triangular system,
+        solved for all chunks at once, up to S. Then chunk after chunk
+        `out_t = exp(G_t) S^T q_t + sum_{i<=t} exp(G_t - G_i) (q_t . k_i) u_i`.
+        """
+        length = len(self.q)
+        size = min(CHUNK, length)
+        q, k, v, beta, sums = (in_chunks(x, size) for x in (self.q, self.k, self.v, self.beta, self.log_decay))
+        sums = sums.cumsum(2)
+        later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu_(1)
+        between = (sums[..., :, None] - sums[..., None, :]).masked_fill_(later, -torch.inf).exp_()
+        system = beta[..., None] * between * (k @ k.mT)  # its diagonal, which is not 1, is not read
+        decayed = sums.exp()[..., None]
+        known = beta[..., None] * torch.cat([v, decayed * k], -1)
+        solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+        own, per_state = solved.split([v.shape[-1], k.shape[-1]], -1)
+        inside = between * (q @ k.mT)
+        q = decayed * q
+        k = (sums[..., -1:] - sums).exp()[..., None] * k
+        whole = sums[..., -1].exp()[..., None, None]
+        out = torch.empty_like(v)
+        for c in range(v.shape[1]):
+            added = own[:, c] - per_state[:, c] @ state
+            out[:, c] = q[:, c] @ state + inside[:, c] @ added
+            state = whole[:, c] * state + k[:, c].mT @ added
+        return out.movedim(0, 2).flatten(0, 1)[:length], state
+
 
 def _normalised(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
-
-
-def _step(
-    state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The output `[..., v_dim]` of a token, and the state `[..., k_dim, v_dim]` that it leaves."""
-    state = state * log_decay.exp()[..., None, None]
-    predicted = (state * k[..., None]).sum(-2)
-    state = state + k[..., None] * (beta[..., None] * (v - predicted))[..., None, :]
-    return (state * q[..., None]).sum(-2), state
-
-
-def _in_chunks(state: Tensor, at: _Tokens) -> tuple[Tensor, Tensor]:
-    """The outputs `[L, num_v_heads, v_dim]` of a sequence's tokens, and the state that the last of them leaves.
-
-    With G the sums of log decays from a chunk's begin, S the state there and u_t what token t adds to it,
-    `u_t = beta_t (v_t - exp(G_t) S^T k_t - sum_{i<t} exp(G_t - G_i) (k_t . k_i) u_i)`: a triangular system, solved
-    for all chunks at once, up to S. Then chunk after chunk
-    `out_t = exp(G_t) S^T q_t + sum_{i<=t} exp(G_t - G_i) (q_t . k_i) u_i`.
-    """
-    length = len(at.q)
-    size = min(CHUNK, length)
-    q, k, v, beta, sums = (in_chunks(x, size) for x in (at.q, at.k, at.v, at.beta, at.log_decay))
-    sums = sums.cumsum(2)
-    later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu_(1)
-    between = (sums[..., :, None] - sums[..., None, :]).masked_fill_(later, -torch.inf).exp_()
-    system = beta[..., None] * between * (k @ k.mT)  # its diagonal, which is not 1, is not read
-    decayed = sums.exp()[..., None]
-    known = beta[..., None] * torch.cat([v, decayed * k], -1)
-    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
-    own, per_state = solved.split([v.shape[-1], k.shape[-1]], -1)
-    inside = between * (q @ k.mT)
-    q = decayed * q
-    k = (sums[..., -1:] - sums).exp()[..., None] * k
-    whole = sums[..., -1].exp()[..., None, None]
-    out = torch.empty_like(v)
-    for c in range(v.shape[1]):
-        added = own[:, c] - per_state[:, c] @ state
-        out[:, c] = q[:, c] @ state + inside[:, c] @ added
-        state = whole[:, c] * state + k[:, c].mT @ added
-    return out.movedim(0, 2).flatten(0, 1)[:length], state
 
 
 # --- the kernels ---
@@ -236,10 +200,7 @@ def _launch(
     deterministic: bool,
 ) -> Tensor:
     (num_tokens, num_heads, v_dim), k_dim, num_extends = v.shape, q.shape[2], rows.num_extends
-    if q.dtype not in RECURRENT_DTYPES:
-        raise ValueError(f"q must be in one of {[*RECURRENT_DTYPES]}, but is in {q.dtype}")
-    if k_dim > MAX_DELTA_DIM:
-        raise ValueError(f"k_dim is {k_dim}, but the kernels have room for {MAX_DELTA_DIM}")
+    check_kernels(q.dtype, k_dim, MAX_DELTA_DIM, names=("q", "k_dim"))
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if deterministic:
         num_extends = 0  # the kernel of steps goes through all rows
@@ -248,30 +209,11 @@ def _launch(
         return out
     gpu, block_k = gpu_of(q.device), max(16, next_power_of_2(k_dim))
     heads = {"NUM_V_HEADS": num_heads, "GROUP": num_heads // k.shape[1], "K_DIM": k_dim, "BLOCK_K": block_k}
-    queries_and_keys = {
-        "q": q,
-        "k": k,
-        "q_stride": q.stride(0),
-        "q_head_stride": q.stride(1),
-        "k_stride": k.stride(0),
-        "k_head_stride": k.stride(1),
-    }
-    gates = {
-        "a": a,
-        "b": b,
-        "a_log": a_log,
-        "dt_bias": dt_bias,
-        "a_stride": a.stride(0),
-        "a_head_stride": a.stride(1),
-        "b_stride": b.stride(0),
-        "b_head_stride": b.stride(1),
-    }
-    columns = {
-        "v": v,
+    queries_and_keys = by_token("head", q=q, k=k)
+    gates = by_token("head", a=a, b=b) | {"a_log": a_log, "dt_bias": dt_bias}
+    columns = by_token("head", v=v) | {
         "states": states,
         "out": out,
-        "v_stride": v.stride(0),
-        "v_head_stride": v.stride(1),
         "state_stride": states.stride(0),
         "V_DIM": v_dim,
     }

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from triton_ops.implementation import cdiv, tl, triton
+from triton_ops.implementation import tl, triton
 
 ZERO_STATE = 0  # rows that begin with it begin with zeros; what they leave in it nobody reads
 
@@ -84,65 +83,6 @@ def leave_states(states: Tensor, write_to: Tensor, left: Tensor) -> None:
     """`states[write_to] = left`, except for state 0. `write_to` is int64 `[n]`."""
     kept = write_to != ZERO_STATE
     states[write_to[kept]] = left[kept].to(states.dtype)
-
-
-def go_through(states: Tensor, rows: StateRows, step: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Go through the tokens of all rows, one after the other, rows side by side, and leave their states.
-
-    `step` is called with the states of n rows `[n, ...]` and the next token of each, int64 `[n]`; it returns the
-    states that these tokens leave.
-    """
-    start_loc, lens, read_from, write_to = (
-        ints.long() for ints in (rows.start_loc, rows.lens, rows.read_from, rows.write_to)
-    )
-    at = begun_states(states, read_from)
-    for nth in range(int(lens.max()) if len(lens) else 0):
-        live = (lens > nth).nonzero().squeeze(1)
-        at[live] = step(at[live], start_loc[live] + nth)
-    leave_states(states, write_to[lens > 0], at[lens > 0])
-
-
-def in_chunks(x: Tensor, size: int) -> Tensor:
-    """`[L, heads, ...]` of a sequence as `[heads, chunks, size, ...]`; tokens beyond the end are zeros."""
-    num_chunks = cdiv(len(x), size)
-    padded = x.new_zeros(num_chunks * size, *x.shape[1:])
-    padded[: len(x)] = x
-    return padded.view(num_chunks, size, *x.shape[1:]).movedim(2, 0)
-
-
-def check_heads(**named: Tensor) -> None:
-    """Raise ValueError unless each is `[T, heads, size]`, elements of a head side by side."""
-    for name, heads in named.items():
-        if heads.dim() != 3 or (heads.numel() and heads.stride(2) != 1):
-            raise ValueError(
-                f"{name} must be [T, heads, size], elements of a head side by side, but is {[*heads.shape]} with "
-                f"strides {[*heads.stride()]}"
-            )
-
-
-def check_shapes(dtype: torch.dtype, **named: tuple[Tensor, list[int]]) -> None:
-    """Raise ValueError unless each is of its shape, in `dtype`."""
-    for name, (tensor, shape) in named.items():
-        if [*tensor.shape] != shape or tensor.dtype != dtype:
-            raise ValueError(f"{name} must be {shape} in {dtype}, but is {[*tensor.shape]} in {tensor.dtype}")
-
-
-def check_states(states: Tensor, shape: list[int], **vectors: Tensor) -> None:
-    """Raise ValueError unless a state has this shape, `[num_heads, ...]`, and vectors a number for each head."""
-    for name, vector in vectors.items():
-        if [*vector.shape] != shape[:1] or not vector.is_contiguous():
-            raise ValueError(f"{name} must be contiguous {shape[:1]}, but is {[*vector.shape]}")
-    if [*states.shape[1:]] != shape or len(states) == 0 or not states[0].is_contiguous():
-        raise ValueError(
-            f"states must be [num_states, {', '.join(map(str, shape))}], each contiguous, but are "
-            f"{[*states.shape]} with strides {[*states.stride()]}"
-        )
-
-
-def check_exact(states: Tensor, dtype: torch.dtype) -> None:
-    """Raise ValueError if states are rounded where rows of tokens in `dtype` end: bits would show the ends."""
-    if states.dtype != (computed := torch.promote_types(dtype, torch.float32)):
-        raise ValueError(f"states of deterministic layers must be {computed}, but are {states.dtype}")
 
 
 # --- for kernels ---

@@ -11,17 +11,19 @@ import torch
 from torch import Tensor
 
 from triton_ops.implementation import Impl, cdiv, gpu_of, next_power_of_2, overlapped, runs_triton
-from triton_ops.recurrent.rows import (
-    StateRows,
-    begun_states,
+from triton_ops.recurrent.recurrence import (
+    CHUNK,
+    TokenInputs,
+    by_token,
     check_exact,
     check_heads,
+    check_kernels,
     check_shapes,
     check_states,
-    go_through,
+    compute_rows,
     in_chunks,
-    leave_states,
 )
+from triton_ops.recurrent.rows import StateRows
 from triton_ops.recurrent.softplus import softplus
 from triton_ops.recurrent.state_space_kernels import (
     state_space_across_kernel,
@@ -30,13 +32,11 @@ from triton_ops.recurrent.state_space_kernels import (
 )
 from triton_ops.tuning import (
     MAX_STATE_SPACE_DIM,
-    RECURRENT_DTYPES,
     state_space_chunks_config,
     state_space_step_config,
     token_by_token_config,
 )
 
-CHUNK = 64  # tokens, in torch
 UNLIMITED = (0.0, float("inf"))  # of dt
 
 
@@ -82,32 +82,12 @@ def state_space(
         check_exact(states, x.dtype)
     if runs_triton(impl, x.device):
         return _launch(x, dt, b, c, a_log, d, dt_bias, states, rows, dt_limits, deterministic)
+
+    def inputs_of(tokens: slice | Tensor) -> _Tokens:
+        return _Tokens.of(x[tokens], dt[tokens], b[tokens], c[tokens], a_log, d, dt_bias, dt_limits)
+
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    if deterministic:
-        every = _Tokens.of(x, dt, b, c, a_log, d, dt_bias, dt_limits)
-
-        def step(begun: Tensor, tokens: Tensor) -> Tensor:
-            read, left = _step(begun, *(y[tokens] for y in (every.added, every.b, every.c, every.log_decay)))
-            out[tokens] = (read + every.skipped[tokens]).to(out.dtype)
-            return left
-
-        go_through(states, rows, step)
-        return out
-    tokens, read_from, write_to = rows.single()
-    if len(tokens):
-        at = _Tokens.of(x[tokens], dt[tokens], b[tokens], c[tokens], a_log, d, dt_bias, dt_limits)
-        begun = begun_states(states, read_from).to(at.added.dtype)
-        read, left = _step(begun, at.added, at.b, at.c, at.log_decay)
-        out[tokens] = (read + at.skipped).to(out.dtype)
-        leave_states(states, write_to, left)
-    for start, length, begins, ends in rows.long():
-        of = slice(start, start + length)
-        at = _Tokens.of(x[of], dt[of], b[of], c[of], a_log, d, dt_bias, dt_limits)
-        begun = begun_states(states, torch.tensor([begins], device=x.device)).to(at.added.dtype)
-        read, left = _in_chunks(begun[0], at)
-        out[of] = (read + at.skipped).to(out.dtype)
-        leave_states(states, torch.tensor([ends], device=x.device), left[None])
-    return out
+    return compute_rows(inputs_of, states, rows, out, deterministic=deterministic)
 
 
 def state_space_reference(
@@ -133,15 +113,11 @@ def state_space_reference(
     Returns the outputs `[L, num_heads, head_dim]` and the state that is left, in float64.
     """
     at = _Tokens.of(x, dt, b, c, a_log, d, dt_bias, dt_limits, dtype=torch.float64)
-    out, state = at.skipped, state.double()
-    for t in range(len(x)):
-        read, state = _step(state, at.added[t], at.b[t], at.c[t], at.log_decay[t])
-        out[t] += read
-    return out, state
+    return at.one_by_one(state.double(), torch.empty_like(at.added))
 
 
 @dataclass(frozen=True)
-class _Tokens:
+class _Tokens(TokenInputs):
     """What the state space takes of some tokens, for each head: in float32, or in float64 from such x.
 
     Attributes:
@@ -180,33 +156,28 @@ class _Tokens:
             step * -a_log.to(dtype).exp(),
         )
 
+    def step(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        state = state * self.log_decay.exp()[..., None, None] + self.b[..., None] * self.added[..., None, :]
+        return (state * self.c[..., None]).sum(-2) + self.skipped, state
 
-def _step(state: Tensor, added: Tensor, b: Tensor, c: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
-    """What a token reads, `[..., head_dim]`, and the state `[..., state_size, head_dim]` that it leaves."""
-    state = state * log_decay.exp()[..., None, None] + b[..., None] * added[..., None, :]
-    return (state * c[..., None]).sum(-2), state
-
-
-def _in_chunks(state: Tensor, at: _Tokens) -> tuple[Tensor, Tensor]:
-    """What the tokens of a sequence read, `[L, num_heads, head_dim]`, and the state that the last of them leaves.
-
-    With G the sums of log decays from a chunk's begin, S the state there and u_t what token t adds,
-    `exp(G_t) S^T c_t + sum_{i<=t} exp(G_t - G_i) (c_t . b_i) u_i`.
-    """
-    length = len(at.added)
-    size = min(CHUNK, length)
-    added, b, c = in_chunks(at.added, size), in_chunks(at.b, size), in_chunks(at.c, size)
-    sums = in_chunks(at.log_decay, size).double().cumsum(2)  # of large ones, whose small differences count
-    later = torch.ones(size, size, dtype=torch.bool, device=b.device).triu_(1)
-    between = (sums[..., :, None] - sums[..., None, :]).to(b.dtype).masked_fill_(later, -torch.inf).exp_()
-    read = (between * (c @ b.mT)) @ added
-    c = sums.to(b.dtype).exp()[..., None] * c
-    b = (sums[..., -1:] - sums).to(b.dtype).exp()[..., None] * b
-    whole = sums[..., -1].to(b.dtype).exp()[..., None, None]
-    for n in range(read.shape[1]):
-        read[:, n] += c[:, n] @ state
-        state = whole[:, n] * state + b[:, n].mT @ added[:, n]
-    return read.movedim(0, 2).flatten(0, 1)[:length], state
+    def by_chunks(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """With G the sums of log decays from a chunk's begin, S the state there and u_t what token t adds, token t
+        reads `exp(G_t) S^T c_t + sum_{i<=t} exp(G_t - G_i) (c_t . b_i) u_i`.
+        """
+        length = len(self.added)
+        size = min(CHUNK, length)
+        added, b, c = in_chunks(self.added, size), in_chunks(self.b, size), in_chunks(self.c, size)
+        sums = in_chunks(self.log_decay, size).double().cumsum(2)  # of large ones, whose small differences count
+        later = torch.ones(size, size, dtype=torch.bool, device=b.device).triu_(1)
+        between = (sums[..., :, None] - sums[..., None, :]).to(b.dtype).masked_fill_(later, -torch.inf).exp_()
+        read = (between * (c @ b.mT)) @ added
+        c = sums.to(b.dtype).exp()[..., None] * c
+        b = (sums[..., -1:] - sums).to(b.dtype).exp()[..., None] * b
+        whole = sums[..., -1].to(b.dtype).exp()[..., None, None]
+        for n in range(read.shape[1]):
+            read[:, n] += c[:, n] @ state
+            state = whole[:, n] * state + b[:, n].mT @ added[:, n]
+        return read.movedim(0, 2).flatten(0, 1)[:length] + self.skipped, state
 
 
 # --- the kernels ---
@@ -226,10 +197,7 @@ def _launch(
     deterministic: bool,
 ) -> Tensor:
     (num_tokens, num_heads, v_dim), (num_groups, k_dim), num_extends = x.shape, b.shape[1:], rows.num_extends
-    if x.dtype not in RECURRENT_DTYPES:
-        raise ValueError(f"x must be in one of {[*RECURRENT_DTYPES]}, but is in {x.dtype}")
-    if k_dim > MAX_STATE_SPACE_DIM:
-        raise ValueError(f"state_size is {k_dim}, but the kernels have room for {MAX_STATE_SPACE_DIM}")
+    check_kernels(x.dtype, k_dim, MAX_STATE_SPACE_DIM, names=("x", "state_size"))
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if deterministic:
         num_extends = 0  # the kernel of steps goes through all rows
@@ -237,19 +205,8 @@ def _launch(
     if num_tokens == 0:
         return out
     gpu, block_k = gpu_of(x.device), max(16, next_power_of_2(k_dim))
-    keys = {
-        "b": b,
-        "c": c,
-        "b_stride": b.stride(0),
-        "b_group_stride": b.stride(1),
-        "c_stride": c.stride(0),
-        "c_group_stride": c.stride(1),
-        "K_DIM": k_dim,
-        "BLOCK_K": block_k,
-    }
-    heads = {
-        "x": x,
-        "dt": dt,
+    keys = by_token("group", b=b, c=c) | {"K_DIM": k_dim, "BLOCK_K": block_k}
+    heads = by_token("head", x=x, dt=dt) | {
         "a_log": a_log,
         "d": d,
         "dt_bias": dt_bias,
@@ -257,10 +214,6 @@ def _launch(
         "out": out,
         "dt_min": float(dt_limits[0]),
         "dt_max": float(dt_limits[1]),
-        "x_stride": x.stride(0),
-        "x_head_stride": x.stride(1),
-        "dt_stride": dt.stride(0),
-        "dt_head_stride": dt.stride(1),
         "state_stride": states.stride(0),
         "NUM_HEADS": num_heads,
         "GROUP": num_heads // num_groups,
