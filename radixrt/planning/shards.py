@@ -16,6 +16,7 @@ from radixrt.arrays import BoolArray, Float64Array, Int32Array, Int64Array
 from radixrt.limits import RunLimits
 from radixrt.planning.batch_plan import BatchPlan
 from radixrt.planning.demands import Demands
+from radixrt.planning.work import extend_ops
 from radixrt.workloads.bound import DeviceSpeed, ModelShape
 
 TOLERANCE = 0.02  # of a range's work, that a cut may be off without counting
@@ -180,8 +181,8 @@ def cut_in_pieces(
     token_bytes = shape.read_bytes(float(running)) / running + shape.kv_bytes * private + 2 * shape.state_bytes
     token_ops = shape.weight_ops + shape.attention_ops * (asked.lengths + asked.grown / 2)
     answer = asked.grown * np.maximum(token_bytes / speed.bandwidth, token_ops / speed.flops)
-    prompt = _prefill_seconds(found, asked.lengths, shape, speed)
-    before = _prefill_seconds(held, found, shape, speed)
+    prompt = extend_ops(found, asked.lengths, shape) / speed.flops
+    before = extend_ops(held, found, shape) / speed.flops
 
     # A further part of a prompt finds all of the prompt but its last token, unless it is scored.
     seconds = (prompt + asked.num_answers * answer).sum() / num_replicas / PARTS_OF_A_RANGE
@@ -205,11 +206,3 @@ def cut_in_pieces(
         seconds=num_answers * answer[places] + np.where(is_further, 0.0, prompt[places]),
         repeated_seconds=before[places] + np.where(is_further, prompt[places], 0.0),
     )
-
-
-def _prefill_seconds(first: Int64Array, last: Int64Array, shape: ModelShape, speed: DeviceSpeed) -> Float64Array:
-    """Seconds at peak speed for the tokens from `first` to `last` of each prompt, `[N]` each."""
-    first, last = first.astype(np.float64), last.astype(np.float64)
-    attended = (last * (last + 1) - first * (first + 1)) / 2
-    seconds: Float64Array = (shape.layer_ops * (last - first) + shape.attention_ops * attended) / speed.flops
-    return seconds

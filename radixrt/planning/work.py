@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from radixrt.arrays import Int64Array
+from radixrt.arrays import Float64Array, Int64Array
 from radixrt.planning.cache_model import ModelledRun
 from radixrt.planning.cards import PASS_SECONDS
 from radixrt.planning.demands import Demands
@@ -83,12 +83,18 @@ def expected_work(
     )
 
 
+def extend_ops(first: Int64Array, last: Int64Array, shape: ModelShape) -> Float64Array:
+    """Operations for the tokens from `first` to `last` of each prompt, `[N]` each, without those for logits."""
+    first, last = first.astype(np.float64), last.astype(np.float64)
+    attended = (last * (last + 1) - first * (first + 1)) / 2
+    ops: Float64Array = shape.layer_ops * (last - first) + shape.attention_ops * attended
+    return ops
+
+
 def _prefill_ops(asked: Demands, computed: Int64Array, shape: ModelShape) -> float:
     """Operations for the last `computed` `[N]` tokens of each prompt, and for the logits after it."""
-    own, context = computed.astype(np.float64), (asked.lengths - computed).astype(np.float64)
-    attended = own * context + own * (own + 1) / 2
-    layers, head = float(shape.layer_ops), 2.0 * shape.head_weights
-    return float(layers * own.sum() + head * len(own) + shape.attention_ops * attended.sum())
+    ops = extend_ops(asked.lengths - computed, asked.lengths, shape)
+    return float(ops.sum()) + 2.0 * shape.head_weights * len(ops)
 
 
 def _min_seconds(
