@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TypeGuard, cast
 
 import numpy as np
 
 from radixrt.arrays import Int32Array, Int64Array
 from radixrt.errors import ParameterError, PromptError, RadixrtError, TokenizerError
-from radixrt.frontend.arguments import OnError, Params, Prompt, named_together, one_each, own_ids, read_params
+from radixrt.frontend.arguments import Call, Params, Prompt, named_together, read_params
 from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.output import RequestOutput
 from radixrt.pauses import with_pauses
@@ -36,12 +37,7 @@ def listed_requests(
     builder: RequestBuilder,
     prompts: Sequence[Prompt],
     params: Params | Iterable[Params],
-    many: bool,
-    tenant: str | None,
-    request_ids: str | Iterable[str] | None,
-    on_error: OnError,
-    priority: int | Iterable[int] = 0,
-    call: int = 0,
+    call: Call,
     *,
     sorts: bool = False,
 ) -> tuple[list[RequestOutput], Sequence[Request]]:
@@ -49,20 +45,20 @@ def listed_requests(
 
     If whoever serves them `sorts`, they come in an order that suits prefixes, and those of texts are `LateTexts`.
     """
-    is_long = many and len(prompts) >= FEWEST and not isinstance(priority, Iterable)
-    if not is_long or on_error not in ("raise", "return"):
-        return builder.build_all(prompts, params, many, tenant, request_ids, on_error, priority, call=call)
-    given = list(one_each(params, len(prompts), many))  # some can be read once only
-    own = list(own_ids(request_ids, len(prompts), many).values())
-    if sorts and on_error == "raise":
-        texts = _late_texts(builder, prompts, given, tenant, own, cast("int", priority), call)
+    is_long = call.many and len(prompts) >= FEWEST and not isinstance(call.priority, Iterable)
+    if not is_long or call.on_error not in ("raise", "return"):
+        return builder.build_all(prompts, params, call)
+    given = list(call.params_each(params, len(prompts)))  # some can be read once only
+    own = list(call.own_ids(len(prompts)).values())
+    if sorts and call.on_error == "raise":
+        texts = _late_texts(builder, prompts, given, call, own)
         if texts is not None:
             return [], texts
     read = list(prompts)  # token ids in the place of each once they are known: nothing is encoded twice
-    found = _all_sound(builder, read, given, tenant, own, cast("int", priority), call)
+    found = _all_sound(builder, read, given, call, own)
     if found is not None:
         return [], found.in_order() if sorts else found
-    return builder.build_all(read, given, many, tenant, own or None, on_error, priority, call=call)
+    return builder.build_all(read, given, replace(call, request_ids=own or None))
 
 
 def store_of(requests: Sequence[Request]) -> tuple[TokenStore, Demands]:
@@ -87,10 +83,8 @@ def _late_texts(
     builder: RequestBuilder,
     prompts: Sequence[Prompt],
     params: Sequence[Params],
-    tenant: str | None,
+    call: Call,
     own: Sequence[str],
-    priority: int,
-    call: int,
 ) -> LateTexts | None:
     """The requests of a list of texts, which are encoded while others run.
 
@@ -108,10 +102,10 @@ def _late_texts(
         kinds, kind = _kinds(builder, params)
         if _depends_on_prompts(kinds):
             return None
-        models = [builder.build([0], each, tenant=tenant, priority=priority, call=call) for each in kinds]
+        models = [_model(builder, [0], each, call) for each in kinds]
     except (PromptError, ParameterError, TokenizerError):
         return None
-    return LateTexts(builder, tree, texts, models, kind.tolist(), own or builder.new_ids(len(texts)), call)
+    return LateTexts(builder, tree, texts, models, kind.tolist(), own or builder.new_ids(len(texts)), call.number)
 
 
 def _depends_on_prompts(kinds: Iterable[SamplingParams]) -> bool:
@@ -123,10 +117,8 @@ def _all_sound(
     builder: RequestBuilder,
     prompts: list[Prompt],
     params: Sequence[Params],
-    tenant: str | None,
+    call: Call,
     own: Sequence[str],
-    priority: int,
-    call: int,
 ) -> Listed | None:
     """The requests of a list without errors. None where there is one, or might be. `prompts` become token ids."""
     try:
@@ -148,8 +140,7 @@ def _all_sound(
         by_kind = np.lexsort((lengths, kind))
         longest = by_kind[np.append(np.flatnonzero(np.diff(kind[by_kind])), len(kind) - 1)]
         models = [
-            builder.build(ids[i], each, index=i, tenant=tenant, priority=priority, call=call)
-            for i, each in zip(longest.tolist(), kinds, strict=True)
+            _model(builder, ids[i], each, call, index=i) for i, each in zip(longest.tolist(), kinds, strict=True)
         ]
     except (PromptError, ParameterError):
         return None
@@ -164,7 +155,13 @@ def _all_sound(
     room = np.where(is_open, np.minimum(room, (builder.pool_tokens - lengths + 1).clip(min=1)), room)
     demands = Demands.of(lengths, np.minimum(most, room), num_answers)
     store, request_ids = TokenStore(tokens, offsets), own or builder.new_ids(len(ids))
-    return Listed(builder, store, demands, models, kind.tolist(), request_ids, call)
+    return Listed(builder, store, demands, models, kind.tolist(), request_ids, call.number)
+
+
+def _model(builder: RequestBuilder, prompt: Prompt, params: SamplingParams, call: Call, index: int = 0) -> Request:
+    """A request of a list whose prompts have one priority."""
+    priority = cast("int", call.priority)
+    return builder.build(prompt, params, index=index, tenant=call.tenant, priority=priority, call=call.number)
 
 
 def _kinds(builder: RequestBuilder, params: Sequence[Params]) -> tuple[list[SamplingParams], Int64Array]:

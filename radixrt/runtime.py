@@ -32,17 +32,20 @@ from radixrt.engine.session import Session
 from radixrt.engine.signals import deferred
 from radixrt.errors import ParameterError, PassError, PromptError, RadixrtError
 from radixrt.frontend.arguments import (
+    Call,
+    CallOptions,
+    Choices,
     Continuation,
     OnError,
     Params,
     Prompt,
+    ScoreOptions,
+    StreamOptions,
     are_built_soon,
     as_list,
     is_token_ids,
     listed_prompts,
-    read_params,
 )
-from radixrt.frontend.sampling_aliases import chosen_length
 from radixrt.listed import listed_requests
 from radixrt.output import RequestOutput, ScoreOutput, StreamChunk
 from radixrt.sampling_params import SamplingParams
@@ -156,14 +159,11 @@ class Runtime:
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str
         self,
-        prompts: str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[dict[str, Any]] | dict[str, Any],
+        prompts: Prompt,
         sampling_params: Params = None,
         *,
-        tenant: str | None = None,
-        request_ids: str | None = None,
-        priority: int = 0,
-        on_error: OnError = "raise",
         progress: bool = False,
+        **options: Unpack[CallOptions],
     ) -> RequestOutput: ...
 
     @overload
@@ -172,11 +172,8 @@ class Runtime:
         prompts: Iterable[Prompt],
         sampling_params: Params | Iterable[Params] = None,
         *,
-        tenant: str | None = None,
-        request_ids: Iterable[str] | None = None,
-        priority: int | Iterable[int] = 0,
-        on_error: OnError = "raise",
         progress: bool = False,
+        **options: Unpack[CallOptions],
     ) -> list[RequestOutput]: ...
 
     def generate(
@@ -184,11 +181,8 @@ class Runtime:
         prompts: Prompt | Iterable[Prompt],
         sampling_params: Params | Iterable[Params] = None,
         *,
-        tenant: str | None = None,
-        request_ids: str | Iterable[str] | None = None,
-        priority: int | Iterable[int] = 0,
-        on_error: OnError = "raise",
         progress: bool = False,
+        **options: Unpack[CallOptions],
     ) -> RequestOutput | list[RequestOutput]:
         """Answer a prompt with an output, or a list of prompts with a list in their order.
 
@@ -220,8 +214,9 @@ class Runtime:
             DeviceLostError: a pass failed, and the device works no more: go on in a new process.
         """
         listed, many = listed_prompts(prompts)
-        built = self._numbered(self._late, listed, sampling_params, many, tenant, request_ids, on_error, priority)
-        outputs = sorted(self._iterate(built, on_error, progress), key=attrgetter("index"))
+        call = Call(next(self._calls), many, **options)
+        built = partial(self._late, listed, sampling_params, call)
+        outputs = sorted(self._iterate(built, call.on_error, progress), key=attrgetter("index"))
         return outputs if many else outputs[0]
 
     def generate_iter(
@@ -229,29 +224,24 @@ class Runtime:
         prompts: Iterable[Prompt],
         sampling_params: Params | Iterable[Params] = None,
         *,
-        tenant: str | None = None,
-        request_ids: Iterable[str] | None = None,
-        priority: int | Iterable[int] = 0,
-        on_error: OnError = "raise",
         progress: bool = False,
+        **options: Unpack[CallOptions],
     ) -> Generator[RequestOutput, None, None]:
         """`generate` for a list: yields each output once it is complete. Leaving the loop early ends the rest.
 
         Of a long list of texts, which are encoded meanwhile, some outputs may come before PromptError is raised.
         """
         listed, _ = listed_prompts(prompts)
-        built = self._numbered(self._late, listed, sampling_params, True, tenant, request_ids, on_error, priority)
-        yield from self._iterate(built, on_error, progress)
+        call = Call(next(self._calls), **options)
+        yield from self._iterate(partial(self._late, listed, sampling_params, call), call.on_error, progress)
 
     def stream(
         self,
         prompt: Prompt,
         sampling_params: Params = None,
         *,
-        tenant: str | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
         stream_interval: int = 1,
+        **options: Unpack[StreamOptions],
     ) -> Generator[StreamChunk, None, None]:
         """`generate` for one prompt: yields a chunk of an answer whenever tokens of it have come.
 
@@ -259,22 +249,16 @@ class Runtime:
         character, or the beginning of a stop string. The first comes with its first token, each other one after
         `stream_interval` more, and the last one when it has ended. Leaving the loop early ends the request.
         """
-        built = self._numbered(self._builder.build_streamed, prompt, sampling_params, tenant, request_id, priority)
+        number = next(self._calls)
         with self._driver.opened(StreamCall(stream_interval, self.tokenizer)) as call:
-            self._driver.submit([built()], call)
+            request = self._builder.build_streamed(prompt, sampling_params, number, **options)
+            self._driver.submit([request], call)
             while not call.is_over:
                 yield from call.chunks(self._driver.news(call))
 
     @overload
     async def async_generate(  # type: ignore[overload-overlap]  # as `generate`
-        self,
-        prompts: str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[dict[str, Any]] | dict[str, Any],
-        sampling_params: Params = None,
-        *,
-        tenant: str | None = None,
-        request_ids: str | None = None,
-        priority: int = 0,
-        on_error: OnError = "raise",
+        self, prompts: Prompt, sampling_params: Params = None, **options: Unpack[CallOptions]
     ) -> RequestOutput: ...
 
     @overload
@@ -282,32 +266,19 @@ class Runtime:
         self,
         prompts: Iterable[Prompt],
         sampling_params: Params | Iterable[Params] = None,
-        *,
-        tenant: str | None = None,
-        request_ids: Iterable[str] | None = None,
-        priority: int | Iterable[int] = 0,
-        on_error: OnError = "raise",
+        **options: Unpack[CallOptions],
     ) -> list[RequestOutput]: ...
 
     async def async_generate(
         self,
         prompts: Prompt | Iterable[Prompt],
         sampling_params: Params | Iterable[Params] = None,
-        *,
-        tenant: str | None = None,
-        request_ids: str | Iterable[str] | None = None,
-        priority: int | Iterable[int] = 0,
-        on_error: OnError = "raise",
+        **options: Unpack[CallOptions],
     ) -> RequestOutput | list[RequestOutput]:
         """`generate` for asyncio: the work is done in other threads. Calls run together; a cancelled one ends."""
         listed, many = listed_prompts(prompts)
-        built = self._numbered(self._late, listed, sampling_params, many, tenant, request_ids, on_error, priority)
-        with self._driver.opened(OutputCall(on_error), by_task=True) as call:
-            outputs, requests = await self._in_thread(built)
-            self._driver.submit(requests, call)
-            del requests  # as in `_iterate`
-            while not call.is_over:
-                outputs += await self._driver.async_news(call)
+        call = Call(next(self._calls), many, **options)
+        outputs = await self._async_outputs(partial(self._late, listed, sampling_params, call), call.on_error)
         outputs.sort(key=attrgetter("index"))
         return outputs if many else outputs[0]
 
@@ -316,14 +287,12 @@ class Runtime:
         prompt: Prompt,
         sampling_params: Params = None,
         *,
-        tenant: str | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
         stream_interval: int = 1,
+        **options: Unpack[StreamOptions],
     ) -> AsyncGenerator[StreamChunk, None]:
         """`stream` for asyncio, as `async_generate`."""
-        built = self._numbered(self._builder.build_streamed, prompt, sampling_params, tenant, request_id, priority)
-        return self._async_chunks(lambda: [built()], stream_interval)
+        build = partial(self._builder.build_streamed, prompt, sampling_params, next(self._calls), **options)
+        return self._async_chunks(lambda: [build()], stream_interval)
 
     def async_stream_all(
         self,
@@ -336,7 +305,8 @@ class Runtime:
 
         The last chunk of each prompt has its output. Arguments and errors are those of `generate`.
         """
-        return self._async_chunks(self._listed(prompts, sampling_params, tenant), 1)
+        listed, _ = listed_prompts(prompts)
+        return self._async_chunks(self._streamed(listed, sampling_params, tenant), 1)
 
     @asynccontextmanager
     async def live_stream(
@@ -351,19 +321,17 @@ class Runtime:
         made in the loop's thread, as to hand them to another one takes about as long.
         """
         listed, _ = listed_prompts(prompts)
-        built = self._listed(listed, sampling_params, tenant)
+        built = self._streamed(listed, sampling_params, tenant)
         with self._driver.opened(StreamCall(1, self.tokenizer), by_task=True) as call:
             soon = are_built_soon(listed, sampling_params)
             self._driver.submit(built() if soon else await self._in_thread(built), call)
             yield LiveStream(self._driver, call)
 
-    def _listed(
-        self, prompts: Iterable[Prompt], sampling_params: Params | Iterable[Params], tenant: str | None
+    def _streamed(
+        self, listed: list[Prompt], sampling_params: Params | Iterable[Params], tenant: str | None
     ) -> Callable[[], list[Request]]:
-        listed, _ = listed_prompts(prompts)
-        build = partial(self._builder.build_all, streams=True)
-        built = self._numbered(build, listed, sampling_params, True, tenant, None, "raise")
-        return lambda: built()[1]
+        call = Call(next(self._calls), streams=True, tenant=tenant)
+        return lambda: self._builder.build_all(listed, sampling_params, call)[1]
 
     async def _async_chunks(
         self, built: Callable[[], list[Request]], interval: int
@@ -376,12 +344,7 @@ class Runtime:
 
     @overload
     def score(  # type: ignore[overload-overlap]  # a str is a sequence of str
-        self,
-        prompts: Iterable[Prompt],
-        continuations: Iterable[Continuation],
-        *,
-        tenant: str | None = None,
-        progress: bool = False,
+        self, prompts: Iterable[Prompt], continuations: Iterable[Continuation], **options: Unpack[ScoreOptions]
     ) -> list[ScoreOutput]: ...
 
     @overload
@@ -389,25 +352,18 @@ class Runtime:
         self,
         prompts: Iterable[Prompt],
         continuations: Iterable[Sequence[Continuation]],
-        *,
-        tenant: str | None = None,
-        progress: bool = False,
+        **options: Unpack[ScoreOptions],
     ) -> list[list[ScoreOutput]]: ...
 
     @overload
     def score(
-        self,
-        prompts: Iterable[Prompt],
-        continuations: Iterable[Continuation | Sequence[Continuation]],
-        *,
-        tenant: str | None = None,
-        progress: bool = False,
+        self, prompts: Iterable[Prompt], continuations: Iterable[Choices], **options: Unpack[ScoreOptions]
     ) -> list[ScoreOutput | list[ScoreOutput]]: ...
 
     def score(
         self,
         prompts: Iterable[Prompt],
-        continuations: Iterable[Continuation | Sequence[Continuation]],
+        continuations: Iterable[Choices],
         *,
         tenant: str | None = None,
         progress: bool = False,
@@ -419,16 +375,12 @@ class Runtime:
         also where the model computed values that are not finite, or a request was aborted.
         """
         listed, choices = as_list(prompts), as_list(continuations)
-        requests, owners = self._builder.build_scored(listed, choices, tenant)
-        return _scores(self._iterate(lambda: ([], requests), "return", progress), owners, choices)
+        requests = self._builder.build_scored(listed, choices, tenant)
+        return _scores(self._iterate(lambda: ([], requests), "return", progress), choices)
 
     @overload
     async def async_score(  # type: ignore[overload-overlap]  # a str is a sequence of str
-        self,
-        prompts: Iterable[Prompt],
-        continuations: Iterable[Continuation],
-        *,
-        tenant: str | None = None,
+        self, prompts: Iterable[Prompt], continuations: Iterable[Continuation], *, tenant: str | None = None
     ) -> list[ScoreOutput]: ...
 
     @overload
@@ -442,29 +394,18 @@ class Runtime:
 
     @overload
     async def async_score(
-        self,
-        prompts: Iterable[Prompt],
-        continuations: Iterable[Continuation | Sequence[Continuation]],
-        *,
-        tenant: str | None = None,
+        self, prompts: Iterable[Prompt], continuations: Iterable[Choices], *, tenant: str | None = None
     ) -> list[ScoreOutput | list[ScoreOutput]]: ...
 
     async def async_score(
-        self,
-        prompts: Iterable[Prompt],
-        continuations: Iterable[Continuation | Sequence[Continuation]],
-        *,
-        tenant: str | None = None,
+        self, prompts: Iterable[Prompt], continuations: Iterable[Choices], *, tenant: str | None = None
     ) -> list[ScoreOutput] | list[list[ScoreOutput]] | list[ScoreOutput | list[ScoreOutput]]:
         """`score` for asyncio, as `async_generate`."""
         listed, choices = as_list(prompts), as_list(continuations)
-        outputs: list[RequestOutput] = []
-        with self._driver.opened(OutputCall("return"), by_task=True) as call:
-            requests, owners = await self._in_thread(partial(self._builder.build_scored, listed, choices, tenant))
-            self._driver.submit(requests, call)
-            while not call.is_over:
-                outputs += await self._driver.async_news(call)
-        return _scores(outputs, owners, choices)
+        outputs = await self._async_outputs(
+            lambda: ([], self._builder.build_scored(listed, choices, tenant)), "return"
+        )
+        return _scores(outputs, choices)
 
     def run_batch(
         self, input_path: str | Path, output_path: str | Path, **options: Unpack[BatchOptions]
@@ -477,10 +418,6 @@ class Runtime:
         """
         from radixrt.batch.job import run_batch  # rich, for its report, takes a tenth of a second to import
 
-        given = options.get("default_params")
-        if options.get("chat_max_tokens") is None:
-            options["chat_max_tokens"] = chosen_length(given, self.default_params)
-        options["default_params"] = read_params(given, self.default_params)
         return run_batch(self, input_path, output_path, **options)
 
     # -- pass by pass --------------------------------------------------------------------------------------
@@ -729,15 +666,11 @@ class Runtime:
 
     # -- inside --------------------------------------------------------------------------------------------
 
-    def _numbered(self, build: Callable[..., T], *arguments: Any) -> Callable[[], T]:
-        """`build` for a call that begins now: its requests draw by its number."""
-        return partial(build, *arguments, call=next(self._calls))
-
-    def _late(self, *arguments: Any, **call: Any) -> _Built:
+    def _late(self, prompts: list[Prompt], params: Params | Iterable[Params], call: Call) -> _Built:
         """`RequestBuilder.build_all`, but the requests of a long list are made while the device computes, and its
         texts encoded.
         """
-        return listed_requests(self._builder, *arguments, **call, sorts=self.parts.scheduler.sorts)
+        return listed_requests(self._builder, prompts, params, call, sorts=self.parts.scheduler.sorts)
 
     async def _in_thread(self, build: Callable[[], T]) -> T:
         """Run two of a loop's tasks beside it, a long one and short ones; the next waits until the loop looks."""
@@ -766,17 +699,27 @@ class Runtime:
                             bar.update()
                         yield output
 
+    async def _async_outputs(self, build: Callable[[], _Built], on_error: OnError) -> list[RequestOutput]:
+        """All outputs of a call of a task, in any order."""
+        with self._driver.opened(OutputCall(on_error), by_task=True) as call:
+            outputs, requests = await self._in_thread(build)
+            self._driver.submit(requests, call)
+            del requests  # as in `_iterate`
+            while not call.is_over:
+                outputs += await self._driver.async_news(call)
+        return outputs
 
-def _scores(
-    outputs: Iterable[RequestOutput], owners: list[int], choices: Sequence[Continuation | Sequence[Continuation]]
-) -> list[ScoreOutput | list[ScoreOutput]]:
+
+def _scores(outputs: Iterable[RequestOutput], choices: Sequence[Choices]) -> list[ScoreOutput | list[ScoreOutput]]:
     """Scores of each prompt's continuations, one or a list, from outputs in any order. Raises PassError."""
-    scores: list[list[ScoreOutput]] = [[] for _ in choices]
-    for owner, output in zip(owners, sorted(outputs, key=attrgetter("index")), strict=True):
-        if (failure := output.failure) is not None:
-            raise PassError(f"prompt {owner} cannot be scored: {failure}") from output.cause
-        scores[owner].append(ScoreOutput.of(output))
-    return [
-        own[0] if isinstance(given, str) or is_token_ids(given) else own
-        for own, given in zip(scores, choices, strict=True)
-    ]
+    scores: list[ScoreOutput | list[ScoreOutput]] = []
+    in_order = iter(sorted(outputs, key=attrgetter("index")))
+    for place, given in enumerate(choices):
+        is_one = isinstance(given, str) or is_token_ids(given)
+        own: list[ScoreOutput] = []
+        for output in itertools.islice(in_order, 1 if is_one else len(given)):
+            if (failure := output.failure) is not None:
+                raise PassError(f"prompt {place} cannot be scored: {failure}") from output.cause
+            own.append(ScoreOutput.of(output))
+        scores.append(own[0] if is_one else own)
+    return scores

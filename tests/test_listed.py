@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from radixrt import listed
 from radixrt.bench.streams import letters
 from radixrt.errors import ParameterError, PromptError
+from radixrt.frontend.arguments import Call
 from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.listed import Listed, demands_of, listed_requests, store_of
 from radixrt.planning.simulated import NoWeights
@@ -97,21 +98,21 @@ def check(requests: Sequence[Request], expected: Sequence[Request]) -> None:
         assert getattr(demands, name).tolist() == numbers.tolist(), name
 
 
-def result_or_error(build: Callable[..., Any], prompts: list[Any], params: Any, **options: Any) -> tuple[Any, Any]:
+def result_or_error(build: Callable[..., Any], prompts: list[Any], params: Any, call: Call) -> tuple[Any, Any]:
     """Outputs and requests, or an error and None."""
     try:
-        return build(prompts, params, **options)
+        return build(prompts, params, call)
     except (PromptError, ParameterError) as error:
         return (type(error), str(error)), None
 
 
-DEFAULTS: dict[str, Any] = {"tenant": None, "request_ids": None, "priority": 0, "call": 0}
+DEFAULTS: dict[str, Any] = {"tenant": None, "request_ids": None, "priority": 0, "number": 0}
 OPTIONS = st.fixed_dictionaries(
     {
         "tenant": st.sampled_from([None, "t", 3]),
         "request_ids": st.sampled_from([None, ["a", "b"], ["a", "a"], list("abcdefgh"), "ab"]),
         "priority": st.sampled_from([0, -2, 1.0, 1.5, "high", [4] * 8, []]),
-        "call": st.integers(0, 1),
+        "number": st.integers(0, 1),
     }
 )
 
@@ -121,7 +122,7 @@ OPTIONS = st.fixed_dictionaries(
     on_error=st.sampled_from(["raise", "raise", "return", "what"]),
     options=st.one_of(st.just(DEFAULTS), OPTIONS),
 )
-@example((arrays([1, 2], [3]), [PARAMS[2], PARAMS[1]]), "raise", DEFAULTS | {"call": 1})
+@example((arrays([1, 2], [3]), [PARAMS[2], PARAMS[1]]), "raise", DEFAULTS | {"number": 1})
 @example((arrays([1, 2], [3]), [PARAMS[2]] * 2), "raise", DEFAULTS | {"request_ids": ["a", "b"], "priority": 2.0})
 @example((arrays([1] * 9, [3]), [PARAMS[5], PARAMS[4]]), "raise", DEFAULTS)
 @example((arrays([1] * 12, [3]), [PARAMS[2]] * 2), "return", DEFAULTS)  # too long
@@ -132,13 +133,13 @@ OPTIONS = st.fixed_dictionaries(
 @example((arrays([1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]), [PARAMS[7]] * 2), "return", DEFAULTS)
 def test_it_is_that_of_a_builder(lists: tuple[list[Any], list[Any]], on_error: Any, options: Any) -> None:
     prompts, params = lists
-    arguments = {"many": True, "on_error": on_error, **options}
+    arguments = {"on_error": on_error, **options}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(listed, "COPIED_AT_ONCE", 3)  # by several threads
         patch.setattr(listed, "FEWEST", 1)
         once = {name: iter(value) if isinstance(value, list) else value for name, value in arguments.items()}
-        outputs, found = result_or_error(partial(listed_requests, builder()), prompts, iter(params), **once)
-        refused, expected = result_or_error(builder().build_all, prompts, params, **arguments)
+        outputs, found = result_or_error(partial(listed_requests, builder()), prompts, iter(params), Call(**once))
+        refused, expected = result_or_error(builder().build_all, prompts, params, Call(**arguments))
     if found is None or expected is None:
         assert outputs == refused, "the same error"
         return
@@ -155,7 +156,7 @@ def test_requests_are_made_when_they_are_wanted_and_keep_their_prompts(monkeypat
     made: list[Any] = []
     alike = RequestBuilder.alike
     monkeypatch.setattr(RequestBuilder, "alike", lambda *given: made.append(given) or alike(*given))
-    _, requests = listed_requests(builder(), prompts, PARAMS[2], True, None, None, "raise")
+    _, requests = listed_requests(builder(), prompts, PARAMS[2], Call())
     assert isinstance(requests, Listed)
     expected = [prompt.tolist() for prompt in prompts]
     for prompt in prompts:
@@ -169,7 +170,7 @@ def test_requests_are_made_when_they_are_wanted_and_keep_their_prompts(monkeypat
         "an output that is kept would keep the prompts of the whole list"
     )
     made.clear()
-    _, few = listed_requests(builder(), prompts[1:], PARAMS[2], True, None, None, "raise")
+    _, few = listed_requests(builder(), prompts[1:], PARAMS[2], Call())
     assert len(few) == len(prompts) - 1
     assert [*few] == [*few]
     assert not made, "those of a short list are made at once"
@@ -188,9 +189,7 @@ def test_parameters_that_are_made_when_they_are_asked_for() -> None:
                 raise IndexError
             return SamplingParams(max_new_tokens=1 + index % 4)
 
-    _, found = listed_requests(
-        builder(), arrays(*([1] for _ in range(count))), Column(), True, None, None, "raise"
-    )
+    _, found = listed_requests(builder(), arrays(*([1] for _ in range(count))), Column(), Call())
     assert isinstance(found, Listed)
     assert [request.max_new_tokens for request in found] == [1 + index % 4 for index in range(count)]
 
@@ -206,7 +205,7 @@ def test_no_text_is_encoded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tokenizer, "encode_batch", noted)
     own = RequestBuilder(NoWeights(256).config, letters(), context_length=CONTEXT)
     prompts: list[Any] = [f"a {n}" for n in range(listed.FEWEST)]
-    refused, requests = listed_requests(own, [*prompts, [-1]], PARAMS[2], True, None, None, "return")
+    refused, requests = listed_requests(own, [*prompts, [-1]], PARAMS[2], Call(on_error="return"))
     assert [output.index for output in refused] == [len(prompts)]
     assert len(requests) == len(prompts)
     assert encoded == prompts
@@ -214,4 +213,4 @@ def test_no_text_is_encoded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_wrong_number_of_parameters() -> None:
     with pytest.raises(ParameterError, match="2 sampling_params for 64 prompts"):
-        listed_requests(builder(), [[1]] * 64, [None, None], True, None, None, "raise")
+        listed_requests(builder(), [[1]] * 64, [None, None], Call())

@@ -38,7 +38,8 @@ NOT_RUN = {
         "downloads a model; the command before it is the same with the built-in one"
     ),
     "radixrt bench throughput": "wants a GPU; tests/bench/test_throughput.py runs it with small numbers",
-    "python -m radixrt.lm_eval --model_args pretrained=path/to/model --tasks hellaswag,gsm8k --num_fewshot 5": (
+    "python -m radixrt.integrations.lm_eval"
+    " --model_args pretrained=path/to/model --tasks hellaswag,gsm8k --num_fewshot 5": (
         "wants a model and downloads tasks; tests/integrations/test_lm_eval.py runs it with tasks of its own"
     ),
 }

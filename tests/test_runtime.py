@@ -30,6 +30,7 @@ from radixrt import (
     StreamChunk,
 )
 from radixrt.execution.model_runner import ModelRunner
+from radixrt.frontend.arguments import CallOptions, ScoreOptions
 from radixrt.schedule.passes import Pass, PassResult
 from tests.support import checkpoints
 from tests.support.checkpoints import LLAMA3_ROPE, VOCAB_SIZE, llama, qwen3, write
@@ -504,6 +505,22 @@ def test_bad_prompts_are_named_together_and_nothing_runs(runtime: Runtime) -> No
         runtime.generate([5], SamplingParams(stop_token_ids=(101,)))
     with pytest.raises(ParameterError, match="2 sampling_params for 1 prompts"):
         runtime.generate([[5]], [GREEDY, GREEDY])
+
+
+def test_options_of_calls_are_documented_and_others_named(runtime: Runtime) -> None:
+    documented = str(Runtime.generate.__doc__)
+    for option in CallOptions.__annotations__ | ScoreOptions.__annotations__:
+        assert f"    {option}: " in documented
+    wrong: dict[str, Any] = {"tennant": "a"}
+    for call in (
+        lambda: runtime.generate([5], **wrong),
+        lambda: next(runtime.generate_iter([[5]], **wrong)),
+        lambda: next(runtime.stream([5], **wrong)),
+        lambda: runtime.score([[5]], [[6]], **wrong),
+        lambda: asyncio.run(runtime.async_generate([5], **wrong)),
+    ):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'tennant'"):
+            call()
 
 
 def test_a_prompt_that_never_fits_is_refused(folder: Path) -> None:

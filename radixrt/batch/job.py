@@ -38,6 +38,7 @@ from radixrt.files.disk import temporary_folder
 from radixrt.files.place import Place, check_apart, check_target, read_place
 from radixrt.files.standard import STANDARD
 from radixrt.frontend.arguments import read_params
+from radixrt.frontend.sampling_aliases import chosen_length
 from radixrt.planning.batch_plan import BatchPlan
 from radixrt.report.batch_report import BatchReport
 from radixrt.report.files import ReportError, ReportFiles
@@ -95,6 +96,10 @@ def run_batch(
         if runtime.num_running or runtime.num_waiting:
             raise RadixrtError("the runtime has other requests; a batch needs one without")
         runtime.step()  # a pass beyond the end of an answer, of which another thread may have told before its end
+    given = options.get("default_params")
+    if options.get("chat_max_tokens") is None:
+        options["chat_max_tokens"] = chosen_length(given, runtime.default_params)
+    options["default_params"] = read_params(given, runtime.default_params)
     with Batch(input_path, output_path, BatchConfig(**options)) as batch:
         scanned = batch.scan(
             runtime.tokenizer,

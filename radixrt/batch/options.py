@@ -61,7 +61,7 @@ class BatchConfig:
         drain_seconds: time that started requests have to finish after the first signal.
         max_line_bytes: bytes of the longest line that is read; a longer one gets an error record.
         report: files for the report, written also if a signal, a lost device or too many errors stopped the batch.
-            .html is a page with plots, which needs matplotlib; .json has the figures (`BatchReport.to_json`).
+            .html is a page with plots; .json has the figures (`BatchReport.to_json`).
             Existing files are replaced.
         price_per_hour: of the machine, in any currency, for the report.
 

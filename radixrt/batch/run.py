@@ -75,6 +75,9 @@ class BatchRuntime(MeteredRuntime, Protocol[R]):
     def context_length(self) -> int: ...
 
     @property
+    def default_params(self) -> SamplingParams: ...
+
+    @property
     def has_work(self) -> bool:
         """Whether there are unfinished requests that `step` can advance."""
 

@@ -62,7 +62,7 @@ go on with another N. With --ray they are cards of a Ray cluster, with a process
 read and written here, and the model's folder must have the same path on each host.
 
 --report FILE gets the figures printed at the end and a timeline, also if the run was stopped. A page (.html) also
-shows the shared prefixes, and needs matplotlib (pip install matplotlib).
+shows the shared prefixes.
 
 exit status: 0 every line has its record; 1 the run failed, or more lines have errors than --max-error-rate
 allows; 2 the options, the model or a file cannot be used; 3 every line has a record, and all are errors; 75 the

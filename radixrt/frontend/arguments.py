@@ -7,7 +7,8 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeGuard, cast
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict, TypeGuard, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,89 @@ OnError = Literal["raise", "return"]
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")  # of a prompt as a dict, which vLLM takes
 MAX_NAMED = 8  # bad prompts that one error spells out
 _FEW_PROMPTS, _FEW_IDS = 4, 8192  # in all
+
+
+class CallOptions(TypedDict, total=False):
+    """Keyword arguments of a call that answers prompts; `Runtime.generate` has their meaning."""
+
+    tenant: str | None
+    request_ids: str | Iterable[str] | None
+    priority: int | Iterable[int]
+    on_error: OnError
+
+
+class StreamOptions(TypedDict, total=False):
+    """Keyword arguments of a call that streams one answer; `Runtime.generate` has their meaning."""
+
+    tenant: str | None
+    request_id: str | None
+    priority: int
+
+
+class ScoreOptions(TypedDict, total=False):
+    """Keyword arguments of a call that scores; `Runtime.generate` has their meaning."""
+
+    tenant: str | None
+    progress: bool
+
+
+@dataclass(frozen=True)
+class Call:
+    """What holds for all prompts of a call: `CallOptions` with their defaults.
+
+    Attributes:
+        number: the call's: answers without a seed are drawn by it.
+        many: whether a list of prompts was given: ids are a list then, and parameters and priorities may be.
+        streams: whether text is made of tokens as they come.
+    """
+
+    number: int = 0
+    many: bool = True
+    streams: bool = False
+    tenant: str | None = None
+    request_ids: str | Iterable[str] | None = None
+    priority: int | Iterable[int] = 0
+    on_error: OnError = "raise"
+
+    def params_each(self, params: Params | Iterable[Params], count: int) -> Sequence[Params]:
+        """Parameters for each of `count` prompts, from one for all or from a list. Raises ParameterError."""
+        if params is None or isinstance(params, (SamplingParams, Mapping)):
+            return [params] * count
+        params = as_list(params)
+        if not self.many or isinstance(params, str) or not isinstance(params, Sequence):
+            raise ParameterError(
+                f"sampling_params is {params!r}; give a SamplingParams or a dict, or a list of one each"
+            )
+        if len(params) != count:
+            raise ParameterError(
+                f"there are {len(params)} sampling_params for {count} prompts; give one, or one each"
+            )
+        return params
+
+    def priorities(self, count: int) -> Sequence[int]:
+        """A priority for each of `count` prompts. Raises ParameterError."""
+        if not self.many or isinstance(self.priority, (str, bytes)) or not isinstance(self.priority, Iterable):
+            return [cast("int", self.priority)] * count
+        each = list(self.priority)
+        if len(each) != count:
+            raise ParameterError(f"there are {len(each)} priorities for {count} prompts; give one, or one each")
+        return each
+
+    def own_ids(self, count: int) -> dict[int, str]:
+        """The caller's ids of `count` prompts by their places; {} if there are none. Raises ParameterError."""
+        if self.request_ids is None:
+            return {}
+        ids = as_list(self.request_ids) if self.many else [self.request_ids]
+        if isinstance(ids, str) or not isinstance(ids, Sequence) or not all(isinstance(own, str) for own in ids):
+            raise ParameterError(
+                f"request ids are {self.request_ids!r}; they must be strings, a list of them for a list"
+            )
+        if len(ids) != count:
+            raise ParameterError(f"there are {len(ids)} request_ids for {count} prompts; give one each")
+        if len(set(ids)) < count:
+            twice, _ = Counter(ids).most_common(1)[0]
+            raise ParameterError(f"request_ids holds {twice!r} twice")
+        return dict(enumerate(ids))
 
 
 def read_params(params: Params, defaults: SamplingParams | None = None) -> SamplingParams:
@@ -95,45 +179,6 @@ def listed_prompts(prompts: Prompt | Iterable[Prompt]) -> tuple[list[Prompt], bo
     if isinstance(prompts, (Mapping, bytes, bytearray)) or not isinstance(prompts, Sequence):
         raise PromptError(f"prompts are a {type(prompts).__name__}; they must be one prompt or a list of prompts")
     return list(cast("Sequence[Prompt]", prompts)), True
-
-
-def one_each(params: Params | Iterable[Params], count: int, many: bool) -> Sequence[Params]:
-    """Parameters for each of `count` prompts, from one for all or from a list. Raises ParameterError."""
-    if params is None or isinstance(params, (SamplingParams, Mapping)):
-        return [params] * count
-    params = as_list(params)
-    if not many or isinstance(params, str) or not isinstance(params, Sequence):
-        raise ParameterError(
-            f"sampling_params is {params!r}; give a SamplingParams or a dict, or a list of one each"
-        )
-    if len(params) != count:
-        raise ParameterError(f"there are {len(params)} sampling_params for {count} prompts; give one, or one each")
-    return params
-
-
-def one_priority_each(priority: int | Iterable[int], count: int, many: bool) -> Sequence[int]:
-    """A priority for each of `count` prompts, from one for all or from a list. Raises ParameterError."""
-    if not many or isinstance(priority, (str, bytes)) or not isinstance(priority, Iterable):
-        return [cast("int", priority)] * count
-    each = list(priority)
-    if len(each) != count:
-        raise ParameterError(f"there are {len(each)} priorities for {count} prompts; give one, or one each")
-    return each
-
-
-def own_ids(request_ids: str | Iterable[str] | None, count: int, many: bool) -> dict[int, str]:
-    """The caller's ids of `count` prompts by their places; {} if there are none. Raises ParameterError."""
-    if request_ids is None:
-        return {}
-    ids = as_list(request_ids) if many else [cast("str", request_ids)]
-    if isinstance(ids, str) or not isinstance(ids, Sequence) or not all(isinstance(own, str) for own in ids):
-        raise ParameterError(f"request ids are {request_ids!r}; they must be strings, a list of them for a list")
-    if len(ids) != count:
-        raise ParameterError(f"there are {len(ids)} request_ids for {count} prompts; give one each")
-    if len(set(ids)) < count:
-        twice, _ = Counter(ids).most_common(1)[0]
-        raise ParameterError(f"request_ids holds {twice!r} twice")
-    return dict(enumerate(ids))
 
 
 def about(prompt: str, error: Exception) -> str:

@@ -24,16 +24,14 @@ from radixrt.forms.compiler import FormCompiler, form_compiler
 from radixrt.forms.matcher import Form
 from radixrt.forms.vocabulary import Vocabulary
 from radixrt.frontend.arguments import (
+    Call,
     Choices,
-    OnError,
     Params,
     Prompt,
+    StreamOptions,
     about,
     is_token_ids,
     named_together,
-    one_each,
-    one_priority_each,
-    own_ids,
     read_params,
     unwrapped,
 )
@@ -48,6 +46,8 @@ from radixrt.text.prompts import encode_prompts
 from radixrt.text.tokenizer import Tokenizer, tokenizer_of
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from radixrt.models.config import ModelConfig
 
 
@@ -191,20 +191,12 @@ class RequestBuilder:
         )
 
     def build_streamed(
-        self,
-        prompt: Prompt,
-        params: Params,
-        tenant: str | None,
-        request_id: str | None,
-        priority: int = 0,
-        call: int = 0,
+        self, prompt: Prompt, params: Params = None, call: int = 0, **options: Unpack[StreamOptions]
     ) -> Request:
         """A request for a stream. Raises as `build` does."""
-        own_id = own_ids(request_id, 1, False).get(0)
+        Call(many=False, request_ids=options.get("request_id")).own_ids(1)
         try:
-            return self.build(
-                prompt, params, tenant=tenant, request_id=own_id, priority=priority, streams=True, call=call
-            )
+            return self.build(prompt, params, call=call, streams=True, **options)
         except PromptError as error:
             raise type(error)(f"the prompt {error}") from error
 
@@ -212,25 +204,18 @@ class RequestBuilder:
         self,
         prompts: Sequence[Prompt],
         params: Params | Iterable[Params],
-        many: bool,
-        tenant: str | None,
-        request_ids: str | Iterable[str] | None,
-        on_error: OnError,
-        priority: int | Iterable[int] = 0,
-        call: int = 0,
-        streams: bool = False,
+        call: Call,
     ) -> tuple[list[RequestOutput], list[Request]]:
         """Outputs of the prompts that cannot run, where errors are returned, and requests for the others.
 
-        If the caller gave `many`, a list, so are ids, and parameters and priorities may be. Raises ParameterError
-        if an argument does not go with the prompts, and PromptError, where errors are raised, which names all of
-        them.
+        Raises ParameterError if an argument does not go with the prompts, and PromptError, if errors are raised,
+        which names all of them.
         """
-        each, ids = one_each(params, len(prompts), many), own_ids(request_ids, len(prompts), many)
-        priorities = one_priority_each(priority, len(prompts), many)
-        if on_error not in ("raise", "return"):
-            raise ParameterError(f"on_error is {on_error!r}; it must be 'raise' or 'return'")
-        self.namespace(tenant)  # a bad one is an error of the call, not of each prompt
+        each, ids = call.params_each(params, len(prompts)), call.own_ids(len(prompts))
+        priorities = call.priorities(len(prompts))
+        if call.on_error not in ("raise", "return"):
+            raise ParameterError(f"on_error is {call.on_error!r}; it must be 'raise' or 'return'")
+        self.namespace(call.tenant)  # a bad one is an error of the call, not of each prompt
         requests: list[Request] = []
         errors: dict[int, Exception] = {}
         read: dict[int, SamplingParams] = {}  # by the identity of what was given: often all are the same
@@ -247,22 +232,22 @@ class RequestBuilder:
             if index in errors:
                 continue
             try:
-                known, own_id = encoded[index], ids.get(index)
+                known = encoded[index]
                 request = self.build(
                     prompt if isinstance(known, PromptError) else known,  # to say why, or what comes before that
                     read[id(own)],
                     index=index,
-                    tenant=tenant,
-                    request_id=own_id,
+                    tenant=call.tenant,
+                    request_id=ids.get(index),
                     priority=urgency,
-                    streams=streams,
-                    call=call,
+                    streams=call.streams,
+                    call=call.number,
                 )
                 requests.append(request)
             except (PromptError, ParameterError) as error:
                 errors[index] = error
         errors = dict(sorted(errors.items()))
-        if errors and on_error == "raise":
+        if errors and call.on_error == "raise":
             raise named_together(errors, len(prompts))
         refused = [
             RequestOutput.refused(index, about("the prompt", error), ids.get(index, -1))
@@ -272,8 +257,8 @@ class RequestBuilder:
 
     def build_scored(
         self, prompts: Sequence[Prompt], continuations: Sequence[Choices], tenant: str | None
-    ) -> tuple[list[Request], list[int]]:
-        """Requests that score continuations of prompts, and for each of them the place of its prompt.
+    ) -> list[Request]:
+        """Requests that score continuations of prompts, one after the other.
 
         Raises PromptError, which names every prompt that cannot be scored, or ParameterError if there are not as
         many prompts as continuations.
@@ -284,7 +269,6 @@ class RequestBuilder:
         if len(prompts) != len(continuations):
             raise ParameterError(f"there are {len(continuations)} continuations for {len(prompts)} prompts")
         requests: list[Request] = []
-        owners: list[int] = []
         errors: dict[int, Exception] = {}
         for place, sequences in self._joined_all(prompts, continuations):
             try:
@@ -293,12 +277,11 @@ class RequestBuilder:
                 for ids, start in sequences:
                     params = SamplingParams(max_new_tokens=0, prompt_logprobs=0, prompt_logprobs_start=start)
                     requests.append(self.build(ids, params, index=len(requests), tenant=tenant))
-                    owners.append(place)
             except (PromptError, ParameterError) as error:
                 errors[place] = error
         if errors:
             raise named_together(errors, len(prompts))
-        return requests, owners
+        return requests
 
     def _joined_all(
         self, prompts: Sequence[Prompt], continuations: Sequence[Choices]

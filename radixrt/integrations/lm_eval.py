@@ -2,12 +2,12 @@
 
 From a shell, with any option of `lm-eval run`:
 
-    python -m radixrt.lm_eval --model_args pretrained=path/to/model,dtype=bfloat16 --tasks hellaswag
+    python -m radixrt.integrations.lm_eval --model_args pretrained=path/to/model,dtype=bfloat16 --tasks hellaswag
 
 From Python:
 
     from lm_eval import simple_evaluate
-    from radixrt.lm_eval import RadixLM
+    from radixrt.integrations.lm_eval import RadixLM
 
     results = simple_evaluate(RadixLM("path/to/model", dtype="bfloat16"), tasks=["hellaswag"])
 
@@ -34,9 +34,11 @@ try:
 except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] != "lm_eval":
         raise
-    raise ImportError(
-        "radixrt.lm_eval needs lm-evaluation-harness, which is not installed: pip install lm-eval"
-    ) from error
+    needs = "radixrt.integrations.lm_eval needs lm-evaluation-harness, which is not installed: pip install lm-eval"
+    if __name__ != "__main__":
+        raise ImportError(needs) from error
+    print(f"radixrt: error: {needs}", file=sys.stderr)
+    sys.exit(2)
 
 import numpy as np
 

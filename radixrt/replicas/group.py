@@ -31,9 +31,8 @@ from radixrt.config import RuntimeConfig
 from radixrt.engine.gc_control import old_objects_left_alone
 from radixrt.engine.signals import deferred
 from radixrt.errors import DeviceLostError, ParameterError, PassError, RadixrtError, ReplicaLostError
-from radixrt.frontend.arguments import OnError, Params, Prompt, listed_prompts, read_params
+from radixrt.frontend.arguments import Call, OnError, Params, Prompt, listed_prompts
 from radixrt.frontend.request_builder import builder_without_weights
-from radixrt.frontend.sampling_aliases import chosen_length
 from radixrt.limits import HANG_SECONDS, RunLimits
 from radixrt.listed import listed_requests, store_of
 from radixrt.output import RequestOutput
@@ -176,7 +175,7 @@ class ReplicaGroup:
         progress: bool,
     ) -> Iterator[RequestOutput]:
         outputs, requests = listed_requests(
-            self._builder, prompts, sampling_params, True, None, None, on_error, call=next(self._calls)
+            self._builder, prompts, sampling_params, Call(next(self._calls), on_error=on_error)
         )
         work: _Work | None = None
         try:
@@ -201,10 +200,6 @@ class ReplicaGroup:
         """`Runtime.run_batch`, on all replicas. It may go on with what fewer or more of them have begun."""
         from radixrt.batch.job import run_batch
 
-        given = options.get("default_params")
-        if options.get("chat_max_tokens") is None:
-            options["chat_max_tokens"] = chosen_length(given, self.default_params)
-        options["default_params"] = read_params(given, self.default_params)
         self._check_open()
         with self._only_call():
             while self.has_work:  # of a call that was left early: it was aborted, and nobody has looked since

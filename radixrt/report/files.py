@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -43,17 +42,13 @@ class ReportFiles:
         input_path: of the batch; "-" is standard input.
 
     Raises:
-        BatchFileError: one of them cannot be written, or needs a missing package.
+        BatchFileError: one of them cannot be written.
     """
 
     def __init__(self, paths: Paths, input_path: str | Path) -> None:
         listed = [paths] if isinstance(paths, (str, Path)) else paths
         self._files = [_file(path) for path in dict.fromkeys(Path(path) for path in listed)]
         self._title = place_name(input_path, "input")
-        if self.has_page and importlib.util.find_spec("matplotlib") is None:
-            raise BatchFileError(
-                "a report as a page needs matplotlib: pip install matplotlib, or name the report .json"
-            )
 
     @property
     def places(self) -> list[Place]:
@@ -93,6 +88,6 @@ def _json(report: BatchReport) -> str:
 
 
 def _page(report: BatchReport, title: str, plan: BatchPlan | None, show: Show) -> str:
-    from radixrt.report.page import report_page  # matplotlib is optional, and takes half a second
+    from radixrt.report.page import report_page  # jinja2 takes a while to import
 
     return report_page(report, title=title, plan=plan, show=show)

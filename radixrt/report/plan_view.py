@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from html import escape
-
 from rich import markup
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -12,7 +10,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from radixrt.report.figures import REPLICA_COLUMNS, PlannedRun, hint_texts
-from radixrt.report.html import column_table, figure_table, html_page, prefix_branches
+from radixrt.report.html import html_page, prefix_branches
 from radixrt.report.outline import Prefix, Show, as_ids, counted, outline, shortened
 
 
@@ -64,11 +62,13 @@ def _label(prefix: Prefix, show: Show) -> str:
 
 def plan_page(run: PlannedRun, *, title: str, show: Show = as_ids, max_prefixes: int = 1000) -> str:
     """A page with the same, whose tree folds and unfolds, as HTML. `title`: such as the input's name."""
-    advice = f"<p>{escape(text)}</p>\n" if (text := run.advice()) else ""
-    figures = figure_table(run.figures())
-    if rows := run.replica_rows():
-        figures += column_table(REPLICA_COLUMNS, rows)
-    texts = hint_texts(run.plan.hints, run.plan.statistics)
-    hints = "".join(f'<p class="hint">{escape(text)}</p>\n' for text in texts)
-    branches = prefix_branches(outline(run.plan, max_prefixes), show, int(run.plan.tree.saved_tokens.sum()))
-    return html_page(f"Plan of {title}", f"{advice}{figures}{hints}<h2>Shared prefixes</h2>\n{branches}")
+    return html_page(
+        "plan.html",
+        title=f"Plan of {title}",
+        advice=run.advice(),
+        figures=run.figures(),
+        columns=REPLICA_COLUMNS,
+        replicas=run.replica_rows(),
+        hints=hint_texts(run.plan.hints, run.plan.statistics),
+        branches=prefix_branches(run.plan, show, max_prefixes),
+    )

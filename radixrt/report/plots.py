@@ -1,38 +1,25 @@
-"""The timeline of a run as SVG plots. Needs matplotlib, which is in the extra `report`.
-
-Colours are variables of the page's style sheet, so that the plots follow the page, light or dark.
+"""The timeline of a run as SVG plots. Their colours are classes of the page's style sheet, so that they follow the
+page, light or dark.
 """
 
 # Tests: tests/report/test_batch_report.py
 
 from __future__ import annotations
 
-import io
-import re
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
-from typing import Any
+from itertools import groupby
+from math import floor, log10
 
-import matplotlib as mpl
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from radixrt.arrays import Float64Array
 from radixrt.report.batch_report import BatchReport
+from radixrt.report.html import html_page
 from radixrt.report.timeline import columns
 
 MAX_BARS = 80  # intervals of time in the plot of a rate
-_SIZE = (4.8, 2.2)  # inches
-_INK, _LINE, _STRONG, _SOFT, _WARM = "#010101", "#020202", "#030303", "#040404", "#050505"
-_VARIABLES = {
-    _INK: "var(--dim)",
-    _LINE: "var(--line)",
-    _STRONG: "var(--strong)",
-    _SOFT: "var(--soft)",
-    _WARM: "var(--warm)",
-}
+_LEFT, _RIGHT, _TOP, _BOTTOM = 36.0, 338.0, 6.0, 126.0  # of the axes in a drawing of 346 x 154
 _CAPACITY_SHOWN = 0.25  # used share of the pool from which on its capacity is drawn
 
 
@@ -44,11 +31,24 @@ class Plot:
         title: its subject.
         told: its content in a sentence, for screen readers.
         svg: an element for an HTML page.
+        keys: colours and what they stand for.
     """
 
     title: str
     told: str
     svg: str
+    keys: list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A part of a plot: of kind "area", "line" or "dashed line", over seconds `[N]`."""
+
+    kind: str
+    colour: str
+    label: str
+    seconds: Float64Array
+    values: Float64Array
 
 
 def timeline_plots(report: BatchReport) -> list[Plot]:
@@ -57,32 +57,30 @@ def timeline_plots(report: BatchReport) -> list[Plot]:
     series = {name: np.array(values, dtype=np.float64) for name, values in columns(samples).items()}
     if len(samples) < 2 or samples[-1].seconds <= 0:
         return []
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "radixrt"}):
-        return [
-            _prompt_rate(series),
-            _generated_rate(series, report),
-            _level(series, "running", "Running requests"),
-            _level(series, "waiting", "Waiting requests"),
-            _pool(series, "Tokens in the KV pool", "pool_tokens", "pool_evictable", "pool_capacity"),
-            *([_pool(series, "States", "states", "states_kept", "state_capacity")] if "states" in series else []),
-            _hit_rate(series, report.run.best_hit_rate),
-        ]
+    return [
+        _prompt_rate(series),
+        _generated_rate(series, report),
+        _level(series, "running", "Running requests"),
+        _level(series, "waiting", "Waiting requests"),
+        _pool(series, "Tokens in the KV pool", "pool_tokens", "pool_evictable", "pool_capacity"),
+        *([_pool(series, "States", "states", "states_kept", "state_capacity")] if "states" in series else []),
+        _hit_rate(series, report.run.best_hit_rate),
+    ]
 
 
 def _prompt_rate(series: dict[str, Float64Array]) -> Plot:
     edges, asked = rate_bars(series, "prompt_tokens")
     _, computed = rate_bars(series, "computed_tokens")
     seconds = series["seconds"][-1]
-
-    def draw(axes: Any) -> None:
-        axes.stairs(asked, edges, fill=True, color=_SOFT, label="of requests that begin")
-        axes.stairs(computed, edges, fill=True, color=_STRONG, label="computed")
-
     told = (
         f"{series['prompt_tokens'][-1] / seconds:,.0f} on average, of which "
         f"{series['computed_tokens'][-1] / seconds:,.0f} were computed"
     )
-    return _plot("Prompt tokens a second", told, series, draw)
+    layers = [
+        _steps("area", "soft", "of requests that begin", edges, asked),
+        _steps("area", "strong", "computed", edges, computed),
+    ]
+    return _plot("Prompt tokens a second", told, seconds, layers)
 
 
 def _generated_rate(series: dict[str, Float64Array], report: BatchReport) -> Plot:
@@ -93,55 +91,36 @@ def _generated_rate(series: dict[str, Float64Array], report: BatchReport) -> Plo
         rate = rate * (generated / max(1, sampled))  # as if the discarded ones were spread evenly
     average = generated / series["seconds"][-1]
     told = f"{average:,.0f} on average, {rate.max():,.0f} at most"
-    return _plot(
-        "Generated tokens a second",
-        told,
-        series,
-        lambda axes: axes.stairs(rate, edges, fill=True, color=_STRONG),
-    )
+    return _plot("Generated tokens a second", told, edges[-1], [_steps("area", "strong", "", edges, rate)])
 
 
 def _level(series: dict[str, Float64Array], name: str, title: str) -> Plot:
-    values = series[name]
-    return _plot(title, f"{values.max():,.0f} at most", series, _filled(series, values))
+    seconds, values = series["seconds"], series[name]
+    layers = [_steps(kind, colour, "", seconds, values) for kind, colour in (("area", "soft"), ("line", "strong"))]
+    return _plot(title, f"{values.max():,.0f} at most", seconds[-1], layers)
 
 
 def _pool(series: dict[str, Float64Array], title: str, all_held: str, kept: str, all_there: str) -> Plot:
-    held, capacity = series[all_held], series[all_there][-1]
+    seconds, held, capacity = series["seconds"], series[all_held], series[all_there][-1]
     needed = held - series[kept]
-
-    def draw(axes: Any) -> None:
-        axes.fill_between(series["seconds"], held, step="post", color=_SOFT, label="kept for later", linewidth=0)
-        axes.fill_between(series["seconds"], needed, step="post", color=_STRONG, label="in use", linewidth=0)
-        if held.max() >= _CAPACITY_SHOWN * capacity:
-            axes.axhline(capacity, color=_WARM, linestyle="--", label="capacity")
-
+    layers = [
+        _steps("area", "soft", "kept for later", seconds, held),
+        _steps("area", "strong", "in use", seconds, needed),
+    ]
+    if held.max() >= _CAPACITY_SHOWN * capacity:
+        layers.append(_level_line("capacity", capacity, seconds[-1]))
     told = f"{held.max():,.0f} of {capacity:,.0f} held at most, {needed.max():,.0f} in use at most"
-    return _plot(title, told, series, draw)
+    return _plot(title, told, seconds[-1], layers)
 
 
 def _hit_rate(series: dict[str, Float64Array], best: float | None) -> Plot:
-    begun = series["prompt_tokens"] > 0
+    begun, end = series["prompt_tokens"] > 0, series["seconds"][-1]
     rate = 100 * series["cached_tokens"][begun] / series["prompt_tokens"][begun]
-
-    def draw(axes: Any) -> None:
-        if best is not None:
-            axes.axhline(100 * best, color=_WARM, linestyle="--", label="best possible")
-        axes.plot(series["seconds"][begun], rate, color=_STRONG, label="so far")
-        axes.set_ylim(0, 104)
-        axes.set_yticks(range(0, 101, 25), [f"{share}%" for share in range(0, 101, 25)])
-
+    layers = [] if best is None else [_level_line("best possible", 100 * best, end)]
+    layers.append(_Layer("line", "strong", "so far", series["seconds"][begun], rate))
     reached = f"{rate[-1]:.1f}" if len(rate) else "0.0"
     told = f"{reached}% in the end" + ("" if best is None else f", best possible {100 * best:.1f}%")
-    return _plot("Hit rate", told, series, draw)
-
-
-def _filled(series: dict[str, Float64Array], values: Float64Array) -> Callable[[Any], object]:
-    def draw(axes: Any) -> None:
-        axes.fill_between(series["seconds"], values, step="post", color=_SOFT, linewidth=0)
-        axes.step(series["seconds"], values, where="post", color=_STRONG)
-
-    return draw
+    return _plot("Hit rate", told, end, layers, is_share=True)
 
 
 def rate_bars(series: dict[str, Float64Array], name: str) -> tuple[Float64Array, Float64Array]:
@@ -152,69 +131,52 @@ def rate_bars(series: dict[str, Float64Array], name: str) -> tuple[Float64Array,
     return edges, np.diff(np.interp(edges, seconds, series[name])) / np.diff(edges)
 
 
-def _plot(title: str, told: str, series: dict[str, Float64Array], draw: Callable[[Any], object]) -> Plot:
-    figure = Figure(figsize=_SIZE, layout="constrained")
-    axes = figure.subplots()
-    end = series["seconds"][-1]
+def _steps(kind: str, colour: str, label: str, edges: Float64Array, values: Float64Array) -> _Layer:
+    """Each value from its edge to the next one."""
+    return _Layer(kind, colour, label, np.repeat(edges, 2)[1:-1], np.repeat(values[: len(edges) - 1], 2))
+
+
+def _level_line(label: str, value: float, end: float) -> _Layer:
+    return _Layer("dashed line", "warm", label, np.array([0.0, end]), np.array([value, value]))
+
+
+def _plot(title: str, told: str, end: float, layers: Sequence[_Layer], *, is_share: bool = False) -> Plot:
     unit, name = (1, "seconds") if end < 120 else (60, "minutes") if end < 7200 else (3600, "hours")
-    axes.set_xlim(0, end)
-    axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10], integer=True))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
-    draw(axes)
-    axes.set_ylim(0, max(1, axes.get_ylim()[1]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / unit:g}"))
-    axes.xaxis.set_major_locator(_Steps(unit))
-    axes.set_xlabel(name, color=_INK, fontsize=8.5)
-    axes.tick_params(colors=_INK, labelsize=8.5, length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(_LINE)
-    axes.grid(axis="y", color=_LINE, linewidth=0.7)
-    axes.set_axisbelow(True)
-    if len(axes.get_legend_handles_labels()[0]) > 1:
-        axes.legend(
-            loc="lower left",
-            bbox_to_anchor=(-0.02, 1),
-            ncols=3,
-            frameon=False,
-            fontsize=8.5,
-            labelcolor=_INK,
-            handlelength=1.2,
-            columnspacing=1.4,
-            borderaxespad=0.2,
-        )
-    return Plot(title, told, _svg(figure, title, told))
+    top = 104.0 if is_share else max(1.0, 1.05 * max(float(layer.values.max(initial=0)) for layer in layers))
+
+    def x(seconds: float) -> float:
+        return _LEFT + (_RIGHT - _LEFT) * seconds / end
+
+    def y(value: float) -> float:
+        return _BOTTOM - (_BOTTOM - _TOP) * value / top
+
+    def path(layer: _Layer) -> str:
+        points = [f"{x(at):.1f},{y(value):.1f}" for at, value in zip(layer.seconds, layer.values, strict=True)]
+        if layer.kind == "area":
+            points = [f"{x(layer.seconds[0]):.1f},{_BOTTOM}", *points, f"{x(layer.seconds[-1]):.1f},{_BOTTOM}"]
+        return " ".join(point for point, _ in groupby(points))
+
+    ticks = _ticks(top, 5) if is_share else _ticks(top, 4, whole=True)
+    svg = html_page(
+        "plot.html",
+        label=f"{title}: {told}",
+        unit=name,
+        rows=[(f"{y(tick):.1f}", f"{tick:g}%" if is_share else _short(tick)) for tick in ticks],
+        columns=[(f"{x(tick * unit):.1f}", f"{tick:g}") for tick in _ticks(end / unit, 6)],
+        paths=[(layer.kind, layer.colour, path(layer)) for layer in layers if len(layer.values)],
+    )
+    keys = [(layer.colour, layer.label) for layer in layers]
+    return Plot(title, told, svg, keys if len(keys) > 1 and keys[0][1] else [])
 
 
-class _Steps(MaxNLocator):
-    """Round numbers of a unit."""
-
-    def __init__(self, unit: int) -> None:
-        super().__init__(6, steps=[1, 2, 2.5, 5, 10])
-        self._unit = unit
-
-    def tick_values(self, low: float, high: float) -> Any:
-        return np.asarray(super().tick_values(low / self._unit, high / self._unit)) * self._unit
-
-
-def _svg(figure: Figure, title: str, told: str) -> str:
-    """The figure as an element with unique ids, without the header and metadata of a file."""
-    file = io.StringIO()
-    figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(_METADATA))
-    text = file.getvalue()
-    text = text[text.index("<svg") :]
-    text = text[text.index(">") + 1 :]
-    width, height = (72 * inches for inches in _SIZE)
-    own = re.sub(r"\W+", "-", title.lower()).strip("-")
-    text = re.sub(r'\bid="', f'id="{own}-', text)
-    text = re.sub(r'(href="|url\()#', rf"\1#{own}-", text)
-    text = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", text)
-    for colour, variable in _VARIABLES.items():
-        text = text.replace(colour, variable)
-    label = escape(f"{title}: {told}")
-    return f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{label}">{text}'
-
-
-_METADATA = ("Creator", "Date", "Format", "Type")  # each is left out
+def _ticks(span: float, most: int, *, whole: bool = False) -> list[float]:
+    """Round numbers from 0 to `span`, in at most so many equal steps."""
+    size = 10.0 ** floor(log10(span / most))
+    if whole:
+        size = max(1.0, size)
+    steps = (size * factor for factor in (1, 2, 2.5, 5, 10))
+    step = next(step for step in steps if span <= most * step and not (whole and step % 1))
+    return [step * number for number in range(int(span / step) + 1)]
 
 
 def _short(value: float) -> str:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from radixrt.cache.cache_stats import CacheStats
 from radixrt.runtime import Runtime
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -56,58 +55,41 @@ class _RuntimeNumbers:
         """As a registry asks for them."""
         runtime = self._runtime
         activity, cache = runtime.activity(), runtime.cache_stats()
-        for name, about, value in (
-            ("radixrt_passes", "Forward passes", activity.passes),
-            ("radixrt_extended_tokens", "Prompt tokens computed", activity.extended_tokens),
-            ("radixrt_decoded_tokens", "Tokens sampled", activity.decoded_tokens),
-            ("radixrt_device_seconds", "The device's time in passes", activity.busy_seconds),
-            ("radixrt_prompt_tokens", "Prompt tokens of admitted requests", cache.prompt_tokens),
-            ("radixrt_cached_tokens", "Those of them that were found in the cache", cache.cached_tokens),
-        ):
-            yield CounterMetricFamily(name, about, value=value)
-        for name, about, value in (
-            ("radixrt_running_requests", "Requests that run", runtime.num_running),
-            ("radixrt_waiting_requests", "Requests that wait for memory or a place", runtime.num_waiting),
-            ("radixrt_pool_tokens", "Tokens that the KV pool holds at most", cache.capacity),
-            ("radixrt_pool_free_tokens", "Tokens that it has room for without an eviction", cache.free),
-            (
-                "radixrt_pool_evictable_tokens",
-                "Cached tokens that no request holds",
-                cache.evictable,
-            ),
-        ):
-            yield GaugeMetricFamily(name, about, value=value)
+        counted = [
+            ("passes", "Forward passes", activity.passes),
+            ("extended_tokens", "Prompt tokens computed", activity.extended_tokens),
+            ("decoded_tokens", "Tokens sampled", activity.decoded_tokens),
+            ("device_seconds", "The device's time in passes", activity.busy_seconds),
+            ("prompt_tokens", "Prompt tokens of admitted requests", cache.prompt_tokens),
+            ("cached_tokens", "Those of them that were found in the cache", cache.cached_tokens),
+        ]
+        current = [
+            ("running_requests", "Requests that run", runtime.num_running),
+            ("waiting_requests", "Requests that wait for memory or a place", runtime.num_waiting),
+            ("pool_tokens", "Tokens that the KV pool holds at most", cache.capacity),
+            ("pool_free_tokens", "Tokens that it has room for without an eviction", cache.free),
+            ("pool_evictable_tokens", "Cached tokens that no request holds", cache.evictable),
+        ]
         if cache.state_capacity:
-            yield from _numbers_of_states(cache)
-
-
-def _numbers_of_states(cache: CacheStats) -> Iterator[Metric]:
-    for name, about, value in (
-        (
-            "radixrt_stateless_tokens",
-            "Cached prompt tokens that were computed again, since no state was kept there",
-            cache.stateless_tokens,
-        ),
-        (
-            "radixrt_states_given_up_unused",
-            "States left where prompts part, and given up before any request began with them",
-            cache.states_given_up_unused,
-        ),
-        ("radixrt_stored_states", "States that were copied to the host", cache.state_stored),
-        ("radixrt_loaded_states", "States that were copied back from it", cache.state_loaded),
-    ):
-        yield CounterMetricFamily(name, about, value=value)
-    for name, about, value in (
-        ("radixrt_states", "States of sequences that there are at most", cache.state_capacity),
-        ("radixrt_free_states", "Those of them that are free", cache.state_free),
-        ("radixrt_running_states", "Those of running requests", cache.state_own),
-        ("radixrt_kept_states", "Those that are kept for others", cache.state_kept),
-        (
-            "radixrt_kept_end_states",
-            "Of these, ends of answers that no request has gone on from",
-            cache.state_ends,
-        ),
-        ("radixrt_kept_unused_states", "Of these, places where prompts part, not used yet", cache.state_unused),
-        ("radixrt_host_states", "States that have a copy on the host", cache.state_on_host),
-    ):
-        yield GaugeMetricFamily(name, about, value=value)
+            again = "Cached prompt tokens that were computed again, since no state was kept there"
+            given_up = "States left where prompts part, and given up before any request began with them"
+            ends = "Of these, ends of answers that no request has gone on from"
+            counted += [
+                ("stateless_tokens", again, cache.stateless_tokens),
+                ("states_given_up_unused", given_up, cache.states_given_up_unused),
+                ("stored_states", "States that were copied to the host", cache.state_stored),
+                ("loaded_states", "States that were copied back from it", cache.state_loaded),
+            ]
+            current += [
+                ("states", "States of sequences that there are at most", cache.state_capacity),
+                ("free_states", "Those of them that are free", cache.state_free),
+                ("running_states", "Those of running requests", cache.state_own),
+                ("kept_states", "Those that are kept for others", cache.state_kept),
+                ("kept_end_states", ends, cache.state_ends),
+                ("kept_unused_states", "Of these, places where prompts part, not used yet", cache.state_unused),
+                ("host_states", "States that have a copy on the host", cache.state_on_host),
+            ]
+        for name, about, value in counted:
+            yield CounterMetricFamily(f"radixrt_{name}", about, value=value)
+        for name, about, value in current:
+            yield GaugeMetricFamily(f"radixrt_{name}", about, value=value)

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import threading
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +14,7 @@ from radixrt.errors import TokenizerError
 from radixrt.text import template_process
 from radixrt.text.chat import Chat, Message
 from radixrt.text.chat_block import ChatBlock, Question
-from radixrt.workers.process import stopped
+from radixrt.workers.line_process import LineProcess
 
 # Of one rendering. The templates of known models take milliseconds, and a few times the text of their messages.
 MAX_SECONDS = 10.0  # of CPU time
@@ -68,9 +64,8 @@ class ChatTemplate:
         )
         self._special_tokens = dict(special_tokens)
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: LineProcess | None = None
         self._endless = 0
-        self._owner = 0  # the process that has started it: one that was forked off starts its own
 
     def holds(self, text: str) -> bool:
         """Whether one of the templates' sources holds this text."""
@@ -182,49 +177,25 @@ class ChatTemplate:
     def _of_block(self, block: ChatBlock) -> tuple[list[dict[str, Any]], int | None]:
         """The answers to a block; if one of its chats ends the process, those before it, and how it has ended."""
         process, first = self._running()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        answers: list[dict[str, Any]] = []
+        answers = process.ask(first + block.line, block.num_chats)
         before = ""
-        try:
-            process.stdin.write(first + block.line)
-            process.stdin.flush()
-            while len(answers) < block.num_chats and (line := process.stdout.readline()).endswith(b"\n"):
-                answer: dict[str, Any] = json.loads(line)
-                if "text" in answer:
-                    before = answer["text"] = before[: answer["shared"]] + answer["text"]
-                answers.append(answer)
-        except BrokenPipeError:
-            pass
-        except BaseException:  # Ctrl-C: the next chat must not get this one's answer
-            self._end(process, wait=0)
-            raise
-        return answers, None if len(answers) == block.num_chats else self._end(process, wait=1)
+        for answer in answers:
+            if "text" in answer:
+                before = answer["text"] = before[: answer["shared"]] + answer["text"]
+        if len(answers) == block.num_chats:
+            return answers, None
+        status = process.end(wait=1)
+        return answers, -signal.SIGKILL if status is None else status
 
-    def _running(self) -> tuple[subprocess.Popen[bytes], bytes]:
+    def _running(self) -> tuple[LineProcess, bytes]:
         """The process, and what it must be sent first."""
-        if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
+        if self._process is not None and self._process.is_running:
             return self._process, b""
-        limits = (str(MAX_SECONDS), str(MAX_BYTES), str(MAX_CHARACTERS))
-        file, paths = str(template_process.__file__), json.dumps(sys.path)
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-I", file, paths, *limits],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is not for it
-            )
-        except OSError as error:
-            raise TokenizerError(f"the process that renders chat templates cannot be started: {error}") from error
-        self._process, self._owner = process, os.getpid()
-        weakref.finalize(self, stopped, process, self._owner, 0)
-        return process, json.dumps(self._sources).encode() + b"\n"
-
-    def _end(self, process: subprocess.Popen[bytes], wait: float) -> int:
-        """End the process, or wait so many seconds until it ends by itself; how it has ended."""
-        self._process = None
-        status = stopped(process, self._owner, wait)
-        return -signal.SIGKILL if status is None else status
+        limits = MAX_SECONDS, MAX_BYTES, MAX_CHARACTERS
+        self._process = LineProcess(
+            str(template_process.__file__), *limits, purpose="renders chat templates", error=TokenizerError
+        )
+        return self._process, json.dumps(self._sources).encode() + b"\n"
 
 
 def _with_thinking(message: Message) -> Message:

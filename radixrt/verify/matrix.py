@@ -21,7 +21,7 @@ from radixrt.config import RuntimeConfig
 from radixrt.engine.engine import Engine
 from radixrt.engine.parts import Parts
 from radixrt.errors import ParameterError
-from radixrt.frontend.arguments import Params, Prompt, listed_prompts
+from radixrt.frontend.arguments import Call, Params, Prompt, listed_prompts
 from radixrt.frontend.request_builder import builder_without_weights
 from radixrt.models.config import ModelConfig
 from radixrt.models.decoder import Decoder
@@ -70,7 +70,7 @@ def verify(
         generation_config=config.generation_config,
     )
     listed, many = listed_prompts(prompts)
-    _, requests = builder.build_all(listed, sampling_params, many, None, None, "raise")
+    _, requests = builder.build_all(listed, sampling_params, Call(many=many))
     questions = [Question(request.index, request.prompt_ids, request.params) for request in requests]
     return verify_questions(questions, config, builder.config, seeds=seeds, only=only, progress=progress)
 

@@ -82,23 +82,6 @@ class Process:
             self.end()
 
 
-def stopped(process: subprocess.Popen[bytes], owner: int, wait: float) -> int | None:
-    """End a process with pipes that this one owns; how it has ended by itself within `wait` seconds, or None."""
-    if owner != os.getpid():  # a fork of its owner
-        return None
-    status: int | None = None
-    try:
-        status = process.wait(wait)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    for pipe in (process.stdin, process.stdout):
-        with suppress(OSError):  # what was not read any more
-            assert pipe is not None
-            pipe.close()
-    return status
-
-
 def _environment() -> dict[str, str]:
     """Of a process that finds this package, also where it is not installed, and logs as this one does."""
     found = {"PYTHONSAFEPATH": "1"}

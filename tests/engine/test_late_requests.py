@@ -17,6 +17,7 @@ from radixrt import SamplingParams as Params
 from radixrt.arrays import Int32Array
 from radixrt.engine.calls import OutputCall
 from radixrt.engine.engine import Engine
+from radixrt.frontend.arguments import Call
 from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.planning.simulated import ConstantRunner, simulated_parts
 from radixrt.schedule.passes import Pass
@@ -202,7 +203,7 @@ def test_who_leaves_a_list_does_not_wait_for_the_news_of_who_steps() -> None:
         other = thread.submit(runtime.generate, [1, 2], Params(max_new_tokens=35, ignore_eos=True))
         while len(runner.passes) < 2:
             time.sleep(0.01)
-        _, requests = runtime._late(prompts_of(1000), SHORT, True, None, None, "raise", 9)
+        _, requests = runtime._late(prompts_of(1000), SHORT, Call(priority=9))
         with runtime._driver.opened(OutputCall("return")) as call:
             runtime._driver.submit(requests, call)
         assert not call.requests

@@ -14,6 +14,7 @@ import pytest
 from radixrt import ContextLengthError, ParameterError, PromptError, RunLimits, Runtime, listed
 from radixrt import SamplingParams as Params
 from radixrt.errors import RadixrtError
+from radixrt.frontend.arguments import Call
 from radixrt.planning.simulated import ConstantRunner, simulated_parts
 from radixrt.schedule.passes import Pass
 from radixrt.text import text_tree
@@ -81,10 +82,10 @@ def test_all_is_as_if_they_had_been_encoded_before(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(listed, "FEWEST", fewest)
         with runtime_of(NotedRunner()) as runtime:
             if fewest < len(texts):
-                _, requests = runtime._late(texts, params, True, None, None, "raise", 0)
+                _, requests = runtime._late(texts, params, Call())
                 assert isinstance(requests, listed.LateTexts)
             else:
-                _, requests = runtime._builder.build_all(texts, params, True, None, None, "raise")
+                _, requests = runtime._builder.build_all(texts, params, Call())
             known = {requests[i].index: requests[i].seed for i in range(requests_known(requests))}
             seeds.append([known[index] for index in range(len(texts))])
             outputs = runtime.generate(texts, params)
@@ -167,7 +168,7 @@ def test_what_can_be_read_once_is_read_once() -> None:
 
 def test_texts_that_are_not_submitted_are_not_encoded() -> None:
     with runtime_of(NotedRunner()) as runtime:
-        _, requests = runtime._late(texts_of(200), SHORT, True, None, None, "raise")
+        _, requests = runtime._late(texts_of(200), SHORT, Call())
         assert isinstance(requests, listed.LateTexts)
         assert not [each for each in threading.enumerate() if each.name == "radixrt-encoding"]
 

@@ -131,7 +131,7 @@ def test_the_process_is_killed(vocabulary: Vocabulary) -> None:
     trials.try_form("llguidance", "regex", "a")
     assert trials.process_id is not None
     os.kill(trials.process_id, signal.SIGKILL)
-    while trials._process is not None and trials._process.poll() is None:
+    while trials.process_id is not None:
         time.sleep(0.01)
     assert trials.try_form("llguidance", "regex", "b").reason is None
 

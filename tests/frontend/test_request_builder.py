@@ -14,7 +14,7 @@ from radixrt.builtin import MODEL_PATH
 from radixrt.errors import ContextLengthError, ParameterError, PromptError
 from radixrt.forms.compiler import form_compiler
 from radixrt.forms.matcher import mask_words
-from radixrt.frontend.arguments import listed_prompts
+from radixrt.frontend.arguments import Call, listed_prompts
 from radixrt.frontend.request_builder import RequestBuilder, builder_without_weights
 from radixrt.listed import FEWEST, Listed, listed_requests
 from radixrt.planning.simulated import NoWeights
@@ -32,22 +32,22 @@ def builder() -> RequestBuilder:
 
 def test_a_request_has_one_id(builder: RequestBuilder) -> None:
     prompts, ids = [[1], [99], [2]], ["a", "b", "c"]
-    refused, requests = builder.build_all(prompts, None, True, None, ids, "return")
+    refused, requests = builder.build_all(prompts, None, Call(request_ids=ids, on_error="return"))
     assert [(request.index, request.id) for request in requests] == [(0, "a"), (2, "c")]
     assert [(output.index, output.id) for output in refused] == [(1, "b")]
     assert refused[0].error == "the prompt holds token id 99; the model's ids are 0 to 49"
-    refused, _ = builder.build_all(prompts, [None, None, {"n": 0}], True, None, ids, "return")
+    refused, _ = builder.build_all(prompts, [None, None, {"n": 0}], Call(request_ids=ids, on_error="return"))
     assert refused[1].error == "the prompt: n is 0; it must be a whole number from 1 to 4096"
     with pytest.raises(PromptError, match="1 of 3 prompts cannot be run:\nprompt 1 holds token id 99"):
-        builder.build_all(prompts, None, True, None, ids, "raise")
+        builder.build_all(prompts, None, Call(request_ids=ids))
     params = {"allowed_token_ids": [99]}
     with pytest.raises(PromptError, match="prompt 1: allowed_token_ids holds 99; the model's ids are below 50"):
-        builder.build_all([[1], [2]], [None, params], True, None, None, "raise")
+        builder.build_all([[1], [2]], [None, params], Call())
     with pytest.raises(PromptError, match=r"^the prompt holds token id 99; the model's ids are 0 to 49$"):
-        builder.build_all([[99]], None, False, None, None, "raise")
-    refused, _ = builder.build_all([[1]], params, True, None, None, "return")
+        builder.build_all([[99]], None, Call(many=False))
+    refused, _ = builder.build_all([[1]], params, Call(on_error="return"))
     assert refused[0].error == "the prompt: allowed_token_ids holds 99; the model's ids are below 50"
-    _, numbered = builder.build_all([[1], [2]], None, True, None, None, "raise")
+    _, numbered = builder.build_all([[1], [2]], None, Call())
     others = [*numbered, builder.build([1]), builder.build([1])]
     assert len({request.id for request in others}) == 4
     assert all(isinstance(request.id, int) for request in others)
@@ -68,7 +68,7 @@ def test_request_ids_are_compared_once_each(builder: RequestBuilder) -> None:
 
     ids = [*map(str, range(1000)), Compared("999"), Compared("1000")]
     with pytest.raises(ParameterError, match="request_ids holds '999' twice"):
-        builder.build_all([[1]] * len(ids), None, True, None, ids, "raise")
+        builder.build_all([[1]] * len(ids), None, Call(request_ids=ids))
     assert len(compared) < 100
 
 
@@ -84,7 +84,7 @@ def test_a_bad_word_without_tokens_is_refused(kind: str) -> None:
 
 def test_priorities_are_one_for_all_or_one_each(builder: RequestBuilder) -> None:
     def built(prompts: list[Any], priority: Any, *, many: bool = True) -> list[int]:
-        _, requests = builder.build_all(prompts, None, many, None, None, "raise", priority)
+        _, requests = builder.build_all(prompts, None, Call(many=many, priority=priority))
         return [request.priority for request in requests]
 
     assert built([[1], [2]], 0) == [0, 0]
@@ -100,7 +100,7 @@ def test_priorities_are_one_for_all_or_one_each(builder: RequestBuilder) -> None
     with pytest.raises(PromptError, match=r"priority is \[1\]; it must be a whole number"):
         built([[1]], [1], many=False)
     with pytest.raises(ParameterError, match="priority is None; it must be"):
-        builder.build_streamed([1], {"detokenize": False}, None, None, None)  # type: ignore[arg-type]
+        builder.build_streamed([1], {"detokenize": False}, priority=None)  # type: ignore[arg-type]
 
 
 def test_seeds_that_journals_rely_on(builder: RequestBuilder) -> None:
@@ -114,14 +114,13 @@ def test_seeds_that_journals_rely_on(builder: RequestBuilder) -> None:
 
 def test_a_stream_needs_a_tokenizer(builder: RequestBuilder) -> None:
     with pytest.raises(ParameterError, match="streams need a tokenizer"):
-        builder.build_streamed([1], None, None, "a")
+        builder.build_streamed([1], request_id="a")
 
 
 def test_scored_requests_know_their_prompts(builder: RequestBuilder) -> None:
-    requests, owners = builder.build_scored([[1, 2], [3]], [[[4], [5, 6]], [7]], None)
+    requests = builder.build_scored([[1, 2], [3]], [[[4], [5, 6]], [7]], None)
     assert [request.prompt_ids.tolist() for request in requests] == [[1, 2, 4], [1, 2, 5, 6], [3, 7]]
     assert [request.params.prompt_logprobs_start for request in requests] == [2, 2, 1]
-    assert owners == [0, 0, 1]
 
 
 @pytest.mark.parametrize("none", [[], (), {}, b"x", 7, None])
@@ -132,7 +131,7 @@ def test_a_prompt_without_continuations_is_named(builder: RequestBuilder, none: 
 
 def test_parameters_are_read_and_checked_once_for_many_prompts(builder: RequestBuilder) -> None:
     given = {"max_tokens": 3, "bad_words": [[4]]}
-    _, requests = builder.build_all([[1], [2]], given, True, None, None, "raise")
+    _, requests = builder.build_all([[1], [2]], given, Call())
     assert requests[0].params is requests[1].params
     assert requests[0].bad_words is requests[1].bad_words
     assert builder.build([1], requests[0].params).bad_words is requests[0].bad_words
@@ -204,9 +203,9 @@ def test_prompts_as_dicts_and_empty_ones(builder: RequestBuilder) -> None:
         {"prompt": [3], "prompt_token_ids": None},
         {"prompt_token_ids": (4,), "prompt": "a"},
     ]
-    _, requests = builder.build_all(dicts, None, True, None, None, "raise")
+    _, requests = builder.build_all(dicts, None, Call())
     assert [request.prompt_ids.tolist() for request in requests] == [[1, 2], [3], [4]]
-    scored, _ = builder.build_scored([{"prompt_token_ids": [1]}], [[2]], None)
+    scored = builder.build_scored([{"prompt_token_ids": [1]}], [[2]], None)
     assert scored[0].prompt_ids.tolist() == [1, 2]
     for wrong, message in (
         ({"prompt": "a", "multi_modal_data": 1}, "has 'multi_modal_data'; a dict has prompt or prompt_token_ids"),
@@ -222,7 +221,7 @@ def test_prompts_as_dicts_and_empty_ones(builder: RequestBuilder) -> None:
 
 def test_parameters_and_ids_come_from_columns_too(builder: RequestBuilder) -> None:
     each, ids = Column({"max_tokens": 3}, None), Column("a", "b")
-    _, requests = builder.build_all([[1], [2]], each, True, None, ids, "raise")
+    _, requests = builder.build_all([[1], [2]], each, Call(request_ids=ids))
     assert [(request.params.max_new_tokens, request.id) for request in requests] == [(3, "a"), (128, "b")]
 
 
@@ -232,7 +231,7 @@ def test_an_answer_that_only_the_context_ends_fits_into_the_pool(builder: Reques
     builder.refusal = lambda request: "is too long" if request.max_slots > 12 else None
     for length, most in ((1, 12), (5, 8), (12, 1)):
         params = SamplingParams(max_new_tokens=None)
-        _, listed = listed_requests(builder, [[1] * length] * FEWEST, params, True, None, None, "raise")
+        _, listed = listed_requests(builder, [[1] * length] * FEWEST, params, Call())
         assert isinstance(listed, Listed)
         for request in (builder.build([1] * length, params), listed[0], listed[FEWEST - 1]):
             assert (request.max_new_tokens, request.max_slots) == (most, 12)
@@ -246,10 +245,10 @@ def test_an_answer_that_only_the_context_ends_fits_into_the_pool(builder: Reques
 def test_prompts_that_are_all_too_long_are_told_as_that(builder: RequestBuilder) -> None:
     for prompts, kind in (([[1] * 20], ContextLengthError), ([[1] * 20, [99]], PromptError)):
         with pytest.raises(PromptError) as error:
-            builder.build_all(prompts, None, True, None, None, "raise")
+            builder.build_all(prompts, None, Call())
         assert type(error.value) is kind
     with pytest.raises(ContextLengthError, match="the prompt has 20 tokens, but this model's max"):
-        builder.build_streamed([1] * 20, None, None, None)
+        builder.build_streamed([1] * 20)
 
 
 def test_a_text_far_too_long_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,7 +199,7 @@ def test_the_command_line(
 
 
 def test_the_command_line_by_its_module() -> None:
-    assert "usage: lm-eval run" in python("-m", "radixrt.lm_eval", "--help").stdout
+    assert "usage: lm-eval run" in python("-m", "radixrt.integrations.lm_eval", "--help").stdout
 
 
 # -- log-likelihoods ---------------------------------------------------------------------------------------
@@ -414,23 +414,28 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+NEEDS = "radixrt.integrations.lm_eval needs lm-evaluation-harness"
+
+
 def test_without_the_harness() -> None:
-    found = python("-c", "import sys; sys.modules['lm_eval'] = None; import radixrt.lm_eval")
-    assert "ImportError: radixrt.lm_eval needs lm-evaluation-harness, which is not installed" in found.stderr
+    found = python("-c", "import sys; sys.modules['lm_eval'] = None; import radixrt.integrations.lm_eval")
+    assert f"ImportError: {NEEDS}, which is not installed" in found.stderr
     assert "pip install lm-eval" in found.stderr
 
 
 def test_without_the_harness_the_command_says_so() -> None:
     program = "import sys, runpy; sys.modules['lm_eval'] = None"
-    found = python("-c", f"{program}; runpy.run_module('radixrt.lm_eval', run_name='__main__')")
+    module = "radixrt.integrations.lm_eval"
+    found = python("-c", f"{program}; runpy.run_module('{module}', run_name='__main__')")
     assert found.returncode == 2
-    assert found.stderr.startswith("radixrt: error: radixrt.lm_eval needs lm-evaluation-harness, which is not")
+    assert found.stderr.startswith(f"radixrt: error: {NEEDS}, which is not installed")
     assert "Traceback" not in found.stderr
 
 
 def test_imports_are_no_heavier_than_needed() -> None:
     assert python("-c", "import sys, radixrt.runtime; sys.exit('lm_eval' in sys.modules)").returncode == 0
-    assert python("-c", "import sys, radixrt.lm_eval; sys.exit('torch' in sys.modules)").returncode == 0
+    program = "import sys, radixrt.integrations.lm_eval; sys.exit('torch' in sys.modules)"
+    assert python("-c", program).returncode == 0
 
 
 def test_the_device_that_the_harness_gives_unasked_is_no_demand() -> None:

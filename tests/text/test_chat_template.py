@@ -7,7 +7,6 @@ import io
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from radixrt.text.chat_template import ChatTemplate
 from radixrt.text.common_length import common_length
 from radixrt.text.said_arguments import SaidArguments
 from radixrt.text.tokenizer import Tokenizer, load_tokenizer
+from radixrt.workers.line_process import LineProcess
 from tests.support.chat_templates import GPT_OSS
 from tests.support.processes import children_that_run
 from tests.support.small_tokenizers import CHATML, HARMONY, chat_tokenizer
@@ -374,21 +374,21 @@ def test_one_of_many_without_end(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     """How processes have ended since."""
-    seen: list[int] = []
-    own = ChatTemplate._end
+    seen: list[int | None] = []
+    own = LineProcess.end
 
-    def noted(self: ChatTemplate, process: subprocess.Popen[bytes], wait: float) -> int:
-        seen.append(own(self, process, wait))
+    def noted(self: LineProcess, wait: float) -> int | None:
+        seen.append(own(self, wait))
         return seen[-1]
 
-    monkeypatch.setattr(ChatTemplate, "_end", noted)
+    monkeypatch.setattr(LineProcess, "end", noted)
     return seen
 
 
 @pytest.mark.usefixtures("low_limits")
-def test_a_chat_without_end_costs_no_other_one_its_text(tmp_path: Path, ends: list[int]) -> None:
+def test_a_chat_without_end_costs_no_other_one_its_text(tmp_path: Path, ends: list[int | None]) -> None:
     """None is rendered twice, wherever in a block it is."""
     tokenizer = chat_tokenizer(tmp_path, "{% if messages[0].content == 'x' %}" + SILENT + "{% endif %}" + SHOWN)
     chats = [Chat.of([{"role": "user", "content": text}]) for text in "abcxdexf"]

@@ -103,6 +103,10 @@ class BackgroundRuntime:
         return self._runtime.context_length
 
     @property
+    def default_params(self) -> SamplingParams:
+        return self._runtime.default_params
+
+    @property
     def seed(self) -> int:
         return self._runtime.seed
 
