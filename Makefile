@@ -3,6 +3,9 @@
 PYTHON ?= python3
 VENV := .venv
 CLIENTS := .venv-clients
+# The triton of torch 2.11, which users are told to install: kernels are compiled by it, too.
+USERS_TRITON := 3.6.0
+TRITON := .triton-$(USERS_TRITON)
 BIN := $(VENV)/bin
 INSTALL := -m pip --disable-pip-version-check install --quiet -c constraints.txt
 PIP := $(BIN)/python $(INSTALL)
@@ -12,7 +15,7 @@ QUIET := OMP_WAIT_POLICY=PASSIVE
 # Tests run in a process for each core, up to four; in one where there is a GPU, of which some want all memory.
 PROCESSES := $(shell command -v nvidia-smi > /dev/null && echo 0 || echo auto --maxprocesses 4)
 
-.PHONY: help demo demo-llm test test-long test-eval test-ray test-clients bench bench-tree bench-kernels bench-throughput lint clean
+.PHONY: help demo demo-llm test test-long test-eval test-ray test-clients test-triton bench bench-tree bench-kernels bench-throughput lint clean
 
 help:
 	@echo "make demo       answer examples/questions.jsonl with the built-in model"
@@ -22,12 +25,13 @@ help:
 	@echo "make test-eval  the tests of lm-eval, which make test skips until this has installed the harness"
 	@echo "make test-ray   the tests with Ray, which make test skips until this has installed Ray"
 	@echo "make test-clients the tests with other programs as clients (LangChain, agents, ...), which make test skips"
+	@echo "make test-triton kernels compile by triton $(USERS_TRITON), too (minutes; Linux)"
 	@echo "make bench      what prefix reuse brings, at sizes for a CPU (minutes)"
 	@echo "make bench-tree how long the radix tree takes"
 	@echo "make bench-kernels how long the kernels take (needs an NVIDIA GPU; minutes)"
 	@echo "make bench-throughput how fast the engine is at two model shapes (needs an NVIDIA GPU; minutes)"
 	@echo "make lint       ruff and mypy"
-	@echo "make clean      remove $(VENV), $(CLIENTS) and everything else that was made here"
+	@echo "make clean      remove $(VENV), $(CLIENTS), $(TRITON) and everything else that was made here"
 	@echo
 	@echo "PYTHON=python3.12 make ...  makes $(VENV) with another Python (now: $(PYTHON))"
 
@@ -52,6 +56,10 @@ test-ray: $(VENV)/.installed-ray
 test-clients: $(CLIENTS)/.installed
 	$(QUIET) $(CLIENTS)/bin/python -m pytest tests/server/clients tests/server/test_langchain_client.py tests/server/test_guidellm_client.py
 
+test-triton: $(VENV)/.installed $(TRITON)/.installed
+	PYTHONPATH=$(CURDIR)/$(TRITON) $(BIN)/python -c 'import triton; assert triton.__version__ == "$(USERS_TRITON)", triton.__version__'
+	$(QUIET) PYTHONPATH=$(CURDIR)/$(TRITON) $(BIN)/python -m pytest tests/triton_ops/test_compile.py -k test_kernels_compile
+
 bench: $(VENV)/.installed
 	$(QUIET) $(BIN)/python scripts/bench_prefix_reuse.py --scale cpu
 
@@ -69,7 +77,7 @@ lint: $(VENV)/.installed-lint
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) .triton-* out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -93,6 +101,12 @@ $(CLIENTS)/.installed: $(VENV)/.installed
 	$(BIN)/python $(PACKAGES) > "$$($(CLIENTS)/bin/python $(PACKAGES))/beside.pth"
 	$(CLIENTS)/bin/python $(INSTALL) guidellm langchain-openai litellm openai-agents 'pydantic-ai-slim[openai]'
 	$(CLIENTS)/bin/python $(INSTALL) --no-deps instructor docstring-parser
+	@touch $@
+
+# In a folder of its own: the environment has the triton of its torch.
+$(TRITON)/.installed: $(VENV)/.installed
+	rm -rf $(TRITON)
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --target $(TRITON) triton==$(USERS_TRITON)
 	@touch $@
 
 # The package has the model's file. What it needs besides is for other programs, and is compiled for minutes.

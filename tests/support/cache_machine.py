@@ -27,7 +27,15 @@ def cache(num_slots: int = NUM_SLOTS) -> PrefixCache:
 
 
 def slots_of(of: PrefixCache, lease: Lease) -> list[int]:
-    return of.rows.req_to_token[lease.row, : lease.allocated_len].tolist()
+    slots: list[int] = of.rows.req_to_token[lease.row, : lease.allocated_len].tolist()
+    return slots
+
+
+def held_by(node: Node) -> list[int]:
+    slots = node.slots[DEVICE]
+    assert slots is not None
+    held: list[int] = slots.tolist()
+    return held
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -163,8 +171,8 @@ class CacheMachine(RuleBasedStateMachine):
     def every_slot_has_one_owner(self) -> None:
         crossing = Counter(id(node) for lease in self.cache.leases for node in self.cache.tree.path(lease.node))
         groups: dict[str, list[int]] = {"free": self.cache.slots.free_slots().tolist()}
-        groups["evictable"] = [s for n in self.nodes() if not crossing[id(n)] for s in n.slots[DEVICE].tolist()]
-        groups["locked"] = [s for n in self.nodes() if crossing[id(n)] for s in n.slots[DEVICE].tolist()]
+        groups["evictable"] = [s for n in self.nodes() if not crossing[id(n)] for s in held_by(n)]
+        groups["locked"] = [s for n in self.nodes() if crossing[id(n)] for s in held_by(n)]
         groups["private"] = [
             s
             for lease in self.cache.leases

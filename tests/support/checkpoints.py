@@ -479,7 +479,7 @@ def gpt_oss(seed: int = 0, **changes: Any) -> GptOssForCausalLM:
 def gpt_oss_in_mxfp4(seed: int = 0, **changes: Any) -> GptOssForCausalLM:
     """Its experts' weights are what `packed` means: the tensors that `write` stores in their places."""
     model = gpt_oss(seed, **{"intermediate_size": 64, **changes})
-    packed = {}
+    packed: dict[str, torch.Tensor] = {}
     draw = partial(
         torch.randint, dtype=torch.uint8, generator=torch.Generator("cpu").manual_seed(seed), device="cpu"
     )
@@ -492,7 +492,7 @@ def gpt_oss_in_mxfp4(seed: int = 0, **changes: Any) -> GptOssForCausalLM:
                 blocks.to(weight.device), scales.to(weight.device), dtype=torch.float32
             )
             packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    model.packed = packed
+    vars(model)["packed"] = packed
     return model
 
 

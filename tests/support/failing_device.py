@@ -28,7 +28,7 @@ def break_device(runner: ModelRunner) -> None:
         few[torch.full((4,), 10**6, device=runner.device)].add_(1)
         return
 
-    ModelRunner.check_device = say_lost  # type: ignore[method-assign]
+    ModelRunner.check_device = say_lost  # type: ignore[method-assign, assignment]
     raise RuntimeError("said to be lost")
 
 

@@ -63,7 +63,7 @@ def write_gguf(
         **(fields or {}),
     }
     for name, value in known.items():
-        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        add: Any = writer.add_float32 if isinstance(value, float) else writer.add_uint32
         add = writer.add_array if isinstance(value, list) else writer.add_string if isinstance(value, str) else add
         add(f"{arch}.{name}" if "." not in name or name.split(".")[0] in _OF_ARCH else name, value)
     (vocabulary or small_vocabulary(config.vocab_size, pre)).add_to(writer)

@@ -37,10 +37,11 @@ def input_metadata(
     def to_device(array: NDArray[Any]) -> Tensor:
         return torch.tensor(array, dtype=torch.int32, device=req_to_token.device)
 
-    rows = None
+    state_rows: StateRows | None = None
     if states is not None:
         fields = (host["extend_start_loc"], host["extend_seq_lens"], *map(np.asarray, states))
-        rows = StateRows(*map(to_device, fields), num_extends)
+        start_loc, lens, read_from, write_to = map(to_device, fields)
+        state_rows = StateRows(start_loc, lens, read_from, write_to, num_extends)
     return InputMetadata(
         **{name: to_device(array) for name, array in host.items()},
         req_to_token=req_to_token,
@@ -48,5 +49,5 @@ def input_metadata(
         extend_plans={},
         num_extends=num_extends,
         num_extend_tokens=InputMetadata.count_extend_tokens(host["extend_seq_lens"], num_extends),
-        states=rows,
+        states=state_rows,
     )

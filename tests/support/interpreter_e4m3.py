@@ -26,10 +26,11 @@ _own = interpreter._convert_float
 def convert_float(values: NDArray[Any], source: Any, target: Any, rounding: Any) -> NDArray[Any]:
     """The bits of `values`, numbers of the Triton type `source`, as numbers of `target`."""
     if "fp8e4nv" not in (source.name, target.name):
-        return _own(values, source, target, rounding)
+        converted: NDArray[Any] = _own(values, source, target, rounding)
+        return converted
     bits = torch.from_numpy(np.ascontiguousarray(values)).view(DTYPES[source.name])
-    converted = bits.to(DTYPES[target.name])
-    return converted.view(INTEGERS[converted.itemsize]).numpy()
+    as_target = bits.to(DTYPES[target.name])
+    return as_target.view(INTEGERS[as_target.itemsize]).numpy()
 
 
 interpreter._convert_float = convert_float

@@ -94,9 +94,10 @@ class PlannedReads:
         """The line by which each of the positions before `end` is read, of what is in the slots of `row`."""
         lines = np.full(end, -1, np.int32)
         for line, start, stop, _ in own:
-            require("17: each position is read once", stop <= end and (lines[start:stop] < 0).all(), (own, end))
+            is_first = stop <= end and bool((lines[start:stop] < 0).all())
+            require("17: each position is read once", is_first, (own, end))
             lines[start:stop] = line
-        require("17: each position is read once", (lines >= 0).all(), (own, end))
+        require("17: each position is read once", bool((lines >= 0).all()), (own, end))
         if row is not None:
             slots = self._table[lines, np.arange(end)]
             name = "17: what is read for several is what each has"
@@ -173,10 +174,10 @@ def reads_of_extends(plan: ExtendPlan[Int32Array], host: Arrays) -> list[Reads]:
     names = ("extend_start_loc", "extend_seq_lens", "prefix_lens", "req_pool_indices")
     requests = list(zip(*(host[name].tolist() for name in names), strict=True))
     reads: list[Reads] = [[] for _ in range(sum(new for _, new, _, _ in requests))]
-    names = ("item_requests", "item_query_starts", "item_starts", "item_lens", "item_partials")
+    of_items = ("item_requests", "item_query_starts", "item_starts", "item_lens", "item_partials")
     last = 0
     for request, query_start, start, length, partial in zip(
-        *(getattr(plan, n).tolist() for n in names), strict=True
+        *(getattr(plan, name).tolist() for name in of_items), strict=True
     ):
         first, new, prefix, line = requests[request]
         last = max(last, first + new)

@@ -13,7 +13,8 @@ def prompt_lists(draw: st.DrawFn) -> list[list[int]]:
     prompts: list[list[int]] = []
     for _ in range(draw(st.integers(0, 12))):
         fresh = draw(st.lists(TOKENS, max_size=4)) * draw(st.sampled_from([1, 1, 1, 15]))
-        earlier = draw(st.sampled_from(prompts)) if prompts and draw(st.booleans()) else []
+        goes_on = bool(prompts) and draw(st.booleans())
+        earlier = draw(st.sampled_from(prompts)) if goes_on else []
         cut = len(earlier) if draw(st.booleans()) else draw(st.integers(0, len(earlier)))
         prompts.append(earlier[:cut] + fresh)
     return prompts

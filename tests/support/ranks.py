@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 import torch
-from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo
+from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
 from layers.ranks import Ranks
 

@@ -139,7 +139,7 @@ class DeltaInputs(_Inputs):
         sizes = [num_k_heads * k_dim, num_k_heads * k_dim, num_v_heads * v_dim]
         packed = randn(num_tokens, sum(sizes) + 3)
         packed[:, sizes[0] : 2 * sizes[0]] += alike * randn(sizes[1])
-        q, k, v, _ = packed.to(dtype).split([*sizes, 3], 1)
+        q, k, v, _ = torch.split(packed.to(dtype), [*sizes, 3], 1)
         gates = randn(num_tokens, 2, num_v_heads).to(dtype)
         states = randn(num_states, num_v_heads, k_dim, v_dim) / 4
         states[0] = torch.nan
@@ -195,7 +195,7 @@ class StateSpaceInputs(_Inputs):
 
         (num_groups, num_heads), (state_size, head_dim) = heads, dims
         sizes = [num_heads * head_dim, num_groups * state_size, num_groups * state_size, num_heads]
-        x, b, c, dt, _ = randn(num_tokens, sum(sizes) + 3).to(dtype).split([*sizes, 3], 1)
+        x, b, c, dt, _ = torch.split(randn(num_tokens, sum(sizes) + 3).to(dtype), [*sizes, 3], 1)
         states = randn(num_states, num_heads, state_size, head_dim) / 4
         states[0] = torch.nan
         if state_dtype is None:

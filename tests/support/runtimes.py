@@ -111,7 +111,7 @@ class Hooks:
                 raise error
             return result
 
-        runner.launch, runner.collect = watched_launch, watched_collect  # type: ignore[method-assign]
+        runner.launch, runner.collect = watched_launch, watched_collect  # type: ignore[method-assign, assignment]
 
     def output_of(self, first: Answer) -> RequestOutput:
         if (error := self.text_fault(first.request.index)) is not None:

@@ -85,10 +85,10 @@ def stand_in(runtime: type[FakeRuntime], builder: type[Builder]) -> Iterator[tup
     yield vars(radixrt), "Runtime", runtime
     module = ModuleType("radixrt.frontend.request_builder")
     module.builder_without_weights = builder  # type: ignore[attr-defined]
-    yield sys.modules, module.__name__, module  # type: ignore[misc]
+    yield sys.modules, module.__name__, module
     checks = ModuleType("radixrt.ranks.rank")
     checks.check_config = lambda config: None  # type: ignore[attr-defined]
-    yield sys.modules, checks.__name__, checks  # type: ignore[misc]
+    yield sys.modules, checks.__name__, checks
 
 
 class AnyRuntime(FakeRuntime):
@@ -104,7 +104,7 @@ if __name__ == "__main__":
     for names, name, value in stand_in(runtime, SlowBuilder if phase == "reading" else Builder):
         names[name] = value
     if phase == "writing":
-        radixrt.batch.job.RunFolder = SlowFolder  # type: ignore[misc]
+        radixrt.batch.job.RunFolder = SlowFolder  # type: ignore[attr-defined]
     status = main(sys.argv[2:])
     assert "torch" not in sys.modules
     sys.exit(status)

@@ -101,7 +101,7 @@ def run(
     attempt: int = 0,
     pause: Callable[[], None] = lambda: None,
     witness: Witness | None = None,
-    **options: bool,
+    **options: Any,
 ) -> None:
     """Answer what is not answered yet, in an order that depends on the attempt, and make the output.
 

@@ -79,7 +79,7 @@ def byte_level(special: tuple[str, ...] = ("<s>", "</s>"), **more: Any) -> PreTr
     )
     backend.train_from_iterator([TEXT] * 5, trainer)
     backend.add_tokens([AddedToken("<tool>", special=False)])
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", **more
     )
 
@@ -94,7 +94,7 @@ def _trained(
     backend.train_from_iterator([TEXT] * 5, trainer)
     if decoder is not None:
         backend.decoder = decoder
-    return PreTrainedTokenizerFast(tokenizer_object=backend)  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
 def _fast(kind: str) -> PreTrainedTokenizerFast:
@@ -117,7 +117,7 @@ def _fast(kind: str) -> PreTrainedTokenizerFast:
         spelled = json.loads(fast.backend_tokenizer.to_str())
         spelled["added_tokens"] = [token for token in spelled["added_tokens"] if token["content"] in special]
         backend = Backend.from_str(json.dumps(spelled))
-        return PreTrainedTokenizerFast(tokenizer_object=backend)  # type: ignore[no-untyped-call]
+        return PreTrainedTokenizerFast(tokenizer_object=backend)
     if kind == "metaspace":
         return _trained(
             models.Unigram(),

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import radixrt.assembly
 import radixrt.ranks.rank

@@ -18,6 +18,7 @@ def run(world: World, *prompts: list[int]) -> list[int]:
     for prompt in prompts:
         request = world.submit(prompt, 1)
         world.drain_requests()
+        assert request is not None
         out.append(request.usage().cached_tokens)
     return out
 

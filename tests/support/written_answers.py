@@ -243,7 +243,7 @@ class _Writer:
             return self._loose_text(value)
         if isinstance(value, (dict, list)) and value:
             is_list = isinstance(value, list)
-            values = [*map(self._loose, value if is_list else value.values())]
+            values = [*map(self._loose, value if isinstance(value, list) else value.values())]
             comma, last = self._pick("", "", ",", " , "), _last(value)
             is_other = (
                 last and type(last) is (dict if is_list else list) and not isinstance(_last(last), (dict, list))
