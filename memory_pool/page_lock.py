@@ -1,7 +1,5 @@
 """Host memory whose pages are locked, so that a GPU reads and writes it."""
 
-# Tests: tests/memory_pool/test_token_to_kv_pool.py
-
 from __future__ import annotations
 
 import contextlib

@@ -1,61 +1,58 @@
-"""The KV of tokens, on the device and on the host: in each one allocation, and the free list of its slots."""
+"""The KV of tokens on the device, as attention reads it, and its scales."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from memory_pool.kv_layout import KVLayout
-from memory_pool.page_lock import lock_with
-from memory_pool.slot_allocator import SlotAllocator
-from memory_pool.state_pool import HostStatePool, StatePool
+from memory_pool.layout import Layout, Part
+from memory_pool.pool import Pool
+from memory_pool.state_pool import StatePool
 from triton_ops.e4m3 import E4M3
 from triton_ops.kv.view import KVView
 
+KV = "kv"  # the part of K and V
 
-class TokenToKVPool:
-    """KV memory for `num_slots` tokens: `buffer`, all KV as `[num_layers, 2, num_slots, num_kv_heads, head_dim]`,
-    keys, then values.
 
-    All layers use the same slot numbers, one dtype and one shape. A pool of e4m3 (`torch.float8_e4m3fn`) has
-    `scales`, float32 `[num_layers, 2, num_kv_heads]`: KV is the stored numbers times their head's scale. Beside it
-    are `states`, `num_states` of them, where layers keep some.
+def kv_part(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Part:
+    """K and V of each token, as attention layers keep them; ranks divide the heads."""
+    return Part(KV, num_layers, (num_kv_heads, head_dim), dtype, (num_kv_heads,), num_arrays=2)
+
+
+class TokenToKVPool(Pool):
+    """Memory for what `num_slots` tokens have in all layers, and beside it for `num_states` states, where layers
+    keep some. All layers use the same slot numbers.
+
+    A pool of e4m3 (`torch.float8_e4m3fn`) has `scales`, float32 `[num_layers, num_arrays, num_kv_heads]`: KV is
+    the stored numbers times their head's scale.
     """
 
-    def __init__(self, num_slots: int, layout: KVLayout, *, num_states: int = 2, device: torch.device) -> None:
-        self.allocator = SlotAllocator(num_slots)
-        num_layers, heads, dtype = layout.num_layers, (layout.num_kv_heads, layout.head_dim), layout.dtype
-        # Not zeros: no slot is read before it is written, and untouched pages cost a CPU nothing.
-        self.buffer = torch.empty((num_layers, 2, num_slots, *heads), dtype=dtype, device=device)
-        self.scales = torch.ones((num_layers, 2, heads[0]), device=device) if dtype == E4M3 else None
-        self.states = None if layout.states is None else StatePool(num_states, layout.states, device=device)
+    def __init__(self, num_slots: int, layout: Layout, *, num_states: int = 2, device: torch.device) -> None:
+        super().__init__(num_slots, layout.tokens, device=device)
+        first, self.scales = layout.tokens[0], None
+        self.dtype = first.dtype
+        if self.dtype == E4M3:
+            self.scales = torch.ones((first.num_layers, first.num_arrays, first.shape[0]), device=device)
+        self.states: StatePool | None = None
+        if layout.sequences:
+            self.states = StatePool(num_states, layout.sequences, device=device)
 
-    def view(self, layer_id: int, req_to_token: torch.Tensor) -> KVView:
+    def view(self, layer_id: int, req_to_token: Tensor) -> KVView:
         """A layer as attention reads it, with the device's copy of the table of slots."""
         k_scale, v_scale = (None, None) if self.scales is None else self.scales[layer_id].unbind()
-        return KVView(self.buffer[layer_id, 0], self.buffer[layer_id, 1], req_to_token, k_scale, v_scale)
+        k, v = self.memory[KV][layer_id].unbind()
+        return KVView(k, v, req_to_token, k_scale, v_scale)
 
-    def set_scales(self, scales: torch.Tensor) -> None:
+    def magnitudes(self) -> Tensor:
+        """The greatest magnitudes in all slots but the reserved one, of each layer, K and V, and head: shaped as
+        `scales`, in the pool's dtype.
+        """
+        return self.memory[KV][:, :, 1:].abs().amax((2, 4))
+
+    def set_scales(self, scales: Tensor) -> None:
         """Replace the scales in place. KV stored before must not be read any more."""
         if self.scales is None:
             raise ValueError("a pool that is not of e4m3 has no scales")
         if scales.shape != self.scales.shape or not bool((scales > 0).all()):
             raise ValueError(f"scales must be positive, of shape {[*self.scales.shape]}")
         self.scales.copy_(scales)
-
-
-class HostKVPool:
-    """Host memory for `num_slots` tokens of a pool's KV; page-locked if that pool is on a GPU.
-
-    `buffer` is like the pool's, but its memory is token-major: the KV of a token crosses the link in one piece.
-    Beside it are `states`, `num_states` of them, where the pool has some. Raises RuntimeError where the memory
-    cannot be allocated or page-locked.
-    """
-
-    def __init__(self, num_slots: int, kv_pool: TokenToKVPool, *, num_states: int = 2) -> None:
-        self.allocator = SlotAllocator(num_slots)
-        num_layers, two, _, num_kv_heads, head_dim = kv_pool.buffer.shape
-        shape, device = (num_slots, num_layers, two, num_kv_heads, head_dim), kv_pool.buffer.device
-        memory = torch.empty(shape, dtype=kv_pool.buffer.dtype, device="cpu")
-        self.buffer = memory.permute(1, 2, 0, 3, 4)
-        lock_with(self, memory, device)
-        self.states = None if kv_pool.states is None else HostStatePool(num_states, kv_pool.states)

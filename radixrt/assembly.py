@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from memory_pool.req_to_token_pool import ReqToTokenPool
+from memory_pool.token_to_kv_pool import KV
 from radixrt.cache.prefix_cache import PrefixCache
 from radixrt.cache.snapshot import Loaded, Saved
 from radixrt.cache.states import States
@@ -24,7 +25,6 @@ from radixrt.engine.engine import Engine
 from radixrt.engine.parts import Parts, request_output
 from radixrt.errors import DeviceLostError, RadixrtError
 from radixrt.frontend.request_builder import RequestBuilder, chatting_tokenizer
-from radixrt.kept_cache.cache_file import KV
 from radixrt.kept_cache.identity import cache_identity, weight_fingerprint, weight_fingerprint_of_ranks
 from radixrt.kept_cache.storage import CacheStorage
 from radixrt.limits import RunLimits
@@ -65,7 +65,7 @@ class LoadedModel:
         return cache_identity(self._rank.config, fingerprint, placement, self.storage.formats, scales)
 
     def _fingerprinted(self) -> tuple[str, torch.Tensor | None]:
-        """Of the whole model's weights; and the scales of all heads `[num_layers, 2, num_kv_heads]`."""
+        """Of the whole model's weights; and the scales of all heads, as `TokenToKVPool.scales`."""
         rank, followers = self._rank, self._followers
         if followers is None:
             return weight_fingerprint(self.decoder), self.kv_pool.scales
@@ -177,14 +177,14 @@ def _assembled(
         rows, own_rows = ReqToTokenPool(rows.max_requests, rows.max_context_len), rows
     runner = rank.runner if followers is None else LeadingRunner(rank.runner, followers, own_rows)
     states, host_states = kv_pool.states, None if host_pool is None else host_pool.states
-    layout = rank.config.kv_layout(kv_pool.buffer.dtype, state_dtype=decoder.placement.dtype)
+    layout = rank.config.kv_layout(kv_pool.dtype, state_dtype=decoder.placement.dtype)
     cache = PrefixCache(
         rows,
         kv_pool.allocator,
         host_slots=host,
         states=None if states is None else States(states.allocator, rows.max_requests),
         host_states=None if host_states is None else host_states.allocator,
-        tokens_each_state=-(-layout.bytes_per_state // layout.bytes_per_token),
+        tokens_each_state=-(-layout.bytes_per_sequence // layout.bytes_per_token),
         enabled=enabled,
         force_miss=config.force_miss,
     )

@@ -23,7 +23,7 @@ from radixrt.planning.demands import Demands
 from radixrt.planning.shards import Pieces, cut_in_pieces, shards
 from radixrt.workloads.bound import DeviceSpeed, ModelShape
 
-SHAPE = ModelShape(28, 1024, 3072, 16, 8, 128, 151_936)  # Qwen3-0.6B
+SHAPE = ModelShape(28, 1024, 3072, 16, 8, 128, 151_936, 114_688)  # Qwen3-0.6B
 SPEED = DeviceSpeed(bandwidth=4.2e12, flops=7.9e14)
 LIMITS = RunLimits(pool_tokens=1 << 20)
 

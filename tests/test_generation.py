@@ -70,7 +70,7 @@ def folder(model: Any, tmp_path_factory: pytest.TempPathFactory, device: torch.d
 @pytest.fixture
 def runtime(folder: Path) -> Iterator[Runtime]:
     with Runtime(folder, device=torch.get_default_device(), max_total_tokens=2000) as runtime:
-        runtime.parts.model.kv_pool.buffer.fill_(float("nan"))
+        runtime.parts.model.kv_pool.fill(float("nan"))
         yield runtime
 
 
@@ -78,7 +78,7 @@ def runtime(folder: Path) -> Iterator[Runtime]:
 def eager(folder: Path) -> Iterator[Runtime]:
     """Launches all passes kernel by kernel: a captured graph is replayed without what a test puts in place."""
     with Runtime(folder, device=torch.get_default_device(), max_total_tokens=2000, cuda_graphs=False) as runtime:
-        runtime.parts.model.kv_pool.buffer.fill_(float("nan"))
+        runtime.parts.model.kv_pool.fill(float("nan"))
         yield runtime
 
 

@@ -66,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_runtime(folder: Path, **options: Any) -> Runtime:
     """A Runtime for a folder without a tokenizer; unused slots hold NaN."""
     runtime = Runtime(folder, **{"device": torch.get_default_device(), "max_total_tokens": 600, **options})
-    runtime.parts.model.kv_pool.buffer.fill_(float("nan"))
+    runtime.parts.model.kv_pool.fill(float("nan"))
     return runtime
 
 

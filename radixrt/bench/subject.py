@@ -119,4 +119,5 @@ def model_shape(runtime: Runtime) -> ModelShape:
     is_held = own is not None and multiplies_quantised(own, asked.impl, runtime.device, dtype)
     numbers = own.numbers if own is not None and is_held else None
     shape = shape_of(runtime.config, in_e4m3=numbers == "e4m3", in_int4=numbers == "4 bits")
-    return replace(shape, bytes_per_value=dtype.itemsize, kv_in_e4m3=asked.kv_dtype == "fp8")
+    layout = runtime.config.kv_layout(model.kv_pool.dtype)
+    return replace(shape, bytes_per_value=dtype.itemsize, kv_bytes=layout.bytes_per_token)

@@ -8,8 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from memory_pool.kv_transfers import KVTransfer
-from memory_pool.state_pool import as_slots
-from memory_pool.token_to_kv_pool import HostKVPool, TokenToKVPool
+from memory_pool.pool import HostPool, Pool, as_slots
 from radixrt.execution.staging import Staging, packed
 from triton_ops.implementation import Impl
 from triton_ops.kv.kv_copy import kv_copy
@@ -23,14 +22,14 @@ class KVMover:
     Whatever is launched on the passes' stream later waits for all transfers.
     """
 
-    def __init__(self, kv_pool: TokenToKVPool, host_pool: HostKVPool, device: torch.device, impl: Impl) -> None:
+    def __init__(self, kv_pool: Pool, host_pool: HostPool, device: torch.device, impl: Impl) -> None:
         self._device, self._impl = device, impl
         self._host_pool = host_pool  # not its tensors alone: the pages are locked as long as the pool lives
-        # What kv_copy takes, of the device and of the host.
-        self._kv, self._states = [(kv_pool.buffer, host_pool.buffer)], list[tuple[torch.Tensor, torch.Tensor]]()
-        if kv_pool.states is not None and host_pool.states is not None:
-            for pair in zip(kv_pool.states.parts, host_pool.states.parts, strict=True):
-                self._states.append((as_slots(pair[0]), as_slots(pair[1])))
+        # What kv_copy takes, of the device and of the host: each part of tokens, each part of states.
+        self._parts = [
+            [(as_slots(memory), as_slots(on_host.memory[name])) for name, memory in pool.memory.items()]
+            for pool, on_host in zip(kv_pool.kinds, host_pool.kinds, strict=True)
+        ]
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -50,8 +49,8 @@ class KVMover:
                 arrays = layout.tensors(self._staging.upload(words))
                 for i in range(len(transfers)):
                     sources, targets = arrays[f"source{i}"], arrays[f"target{i}"]
-                    # If a part of states cannot be copied, all are copied again: nothing else was made meanwhile.
-                    for on_device, on_host in self._states if transfers[0].of_states else self._kv:
+                    # If a part cannot be copied, all are copied again: nothing else was made meanwhile.
+                    for on_device, on_host in self._parts[transfers[0].of_states]:
                         if transfers[0].to_host:
                             kv_copy(on_device, sources, on_host, targets, impl=self._impl)
                         else:

@@ -23,7 +23,7 @@ MARGIN = 4.0
 
 
 def calibrated_scales(model: Decoder, device: torch.device) -> Tensor:
-    """The scales float32 `[num_layers, 2, num_kv_heads]` of keys and values for an e4m3 pool, on `device`.
+    """The scales of keys and values for an e4m3 pool, as `TokenToKVPool.scales`, on `device`.
 
     One pass computes the KV of NUM_TOKENS pseudo-random tokens, always the same, after the model's first token. A
     scale is the power of two at or above MARGIN times the greatest magnitude of its layer and head over the
@@ -50,7 +50,7 @@ def calibrated_scales(model: Decoder, device: torch.device) -> Tensor:
         row_changes=RowChanges(np.zeros_like(positions), positions, positions + 1),
     )
     runner.collect(runner.launch(prompt))
-    least = pool.buffer[:, :, 1:].abs().amax((2, 4)).double().cpu().numpy() * MARGIN / E4M3_MAX
+    least = pool.magnitudes().double().cpu().numpy() * MARGIN / E4M3_MAX
     mantissa, exponent = np.frexp(np.where(np.isfinite(least) & (least > 0), least, 1.0))  # mantissa below 1
     exponent = np.clip(exponent - (mantissa == 0.5), -100, 100)  # float32 can divide by them
     return torch.tensor(np.ldexp(np.float32(1.0), exponent), device=device)

@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import torch
 
-from memory_pool.kv_layout import KVLayout
+from memory_pool.layout import Layout
 from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.checks import check_float, check_int
@@ -94,7 +94,7 @@ def measured_pass_memory(
     torch.cuda.empty_cache()
     before = free()
     pool = TokenToKVPool(2, model.kv_layout(kv_dtype), device=device)
-    pool.buffer.zero_()
+    pool.fill(0.0)
     runner = ModelRunner(model, rows, pool, device, captured=captured, tree=tree)
     runner.collect(runner.launch(largest_pass(limits, config.context_length)))
     passes = before - free()
@@ -128,16 +128,16 @@ def free_bytes(device: torch.device) -> int:
 
 
 def pool_states(
-    device: torch.device, layout: KVLayout, limits: PassLimits, memory_fraction: float, promised: int = 0
+    device: torch.device, layout: Layout, limits: PassLimits, memory_fraction: float, promised: int = 0
 ) -> int:
     """States of a pool, the reserved one included, in a share of free memory, of which weights or passes will have
     taken `promised` bytes; 0 where no layer of the model keeps any. Raises ParameterError where those of requests
     do not fit.
     """
-    if layout.states is None:
+    if not layout.sequences:
         return 0
     free = max(0, int((free_bytes(device) - promised) * memory_fraction))
-    return states_in_pool(limits, free, max(1, layout.bytes_per_state))  # a stage may have none of these layers
+    return states_in_pool(limits, free, max(1, layout.bytes_per_sequence))  # a stage may have none of these layers
 
 
 def pool_slots(
@@ -170,7 +170,7 @@ def pool_slots(
 
 
 def host_pool_sizes(
-    host_memory_gb: float | None, layout: KVLayout, *, promised: int, num_ranks: int = 1
+    host_memory_gb: float | None, layout: Layout, *, promised: int, num_ranks: int = 1
 ) -> tuple[int, int]:
     """Slots of a KV pool in a rank's equal part of `host_memory_gb` 10^9 bytes of the host's memory, and states
     beside them, if there are any, which take a share of it; 0 of both for none of it, or None.
@@ -183,12 +183,12 @@ def host_pool_sizes(
         return 0, 0
     free = max(0, psutil.virtual_memory().available - promised)
     num_bytes = int(1e9 * check_float("host_memory_gb", host_memory_gb, 0.0, free / 1e9)) // num_ranks
-    states = 0 if layout.states is None else states_on_host(num_bytes, layout.bytes_per_state)
-    slots = (num_bytes - states * layout.bytes_per_state) // max(1, layout.bytes_per_token)
-    if num_bytes and (slots < 2 or (states < 2 and layout.states is not None)):
+    states = 0 if not layout.sequences else states_on_host(num_bytes, layout.bytes_per_sequence)
+    slots = (num_bytes - states * layout.bytes_per_sequence) // max(1, layout.bytes_per_token)
+    if num_bytes and (slots < 2 or (states < 2 and layout.sequences)):
         needs = f"two KV slots of {layout.bytes_per_token:,} bytes"
-        if layout.states is not None:
-            needs += f" and, in a quarter of it, two states of {layout.bytes_per_state:,}"
+        if layout.sequences:
+            needs += f" and, in a quarter of it, two states of {layout.bytes_per_sequence:,}"
         if num_ranks > 1:
             needs += f" on each of {num_ranks} ranks"
         raise ParameterError(f"host_memory_gb is {host_memory_gb:g}: {needs} need more")

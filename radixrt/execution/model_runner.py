@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from memory_pool.kv_transfers import KVTransfer
+from memory_pool.pool import HostPool
 from memory_pool.req_to_token_pool import ReqToTokenPool
-from memory_pool.token_to_kv_pool import HostKVPool, TokenToKVPool
+from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.arrays import Int32Array
 from radixrt.errors import DeviceLostError
 from radixrt.execution.attention.flat import KernelShape
@@ -90,7 +91,7 @@ class ModelRunner:
         rows: ReqToTokenPool,
         kv_pool: TokenToKVPool,
         device: torch.device,
-        host_pool: HostKVPool | None = None,  # of tokens that have left the device
+        host_pool: HostPool | None = None,  # of tokens that have left the device
         *,
         captured: PassLimits = NO_PASSES,
         tree: bool = False,
@@ -100,7 +101,7 @@ class ModelRunner:
         # Words that the device counts up, each to `_probes`, to show that it works.
         self._probe, self._probes = torch.zeros(1024, dtype=torch.int32, device=device), 0
         self._timer, self.copies = PassTimer(device), HostCopies(device)
-        config, placement, kv_dtype = model.config, model.placement, kv_pool.buffer.dtype
+        config, placement, kv_dtype = model.config, model.placement, kv_pool.dtype
         gpu, windows = gpu_of(device), tuple(dict.fromkeys(kind.window for kind in config.attention))
         shape = KernelShape(gpu, config.num_heads, config.num_kv_heads, config.head_dim, placement.dtype)
         kernels = runs_triton(placement.impl, device)

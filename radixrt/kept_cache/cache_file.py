@@ -10,7 +10,8 @@
         node_tenants    I32 [N]
         tokens          I32 [T]
         node_has_state  I32 [N]               in files of version 2 alone, as conv and recurrent
-        kv              any [T, num_layers, 2, num_kv_heads, head_dim], a row a token
+        kv              any [T, num_layers, 2, num_kv_heads, head_dim], a row a token; models that keep other
+                        parts of tokens have these, by their names
         conv            any [S, num_layers, conv_channels, conv_width - 1], a row for each node that has a state
         recurrent       F32 [S, num_layers, num_heads, key_dim, value_dim], likewise
         piece_sha256    U8  [P, 32]           of each piece: the tensors above, with those of rows cut into runs
@@ -58,8 +59,8 @@ _ARRAYS = {  # by the field of TreeSnapshot: name and dtype in the file
     "tokens": ("tokens", "I32"),
     "has_state": ("node_has_state", "I32"),
 }
-KV, STATES = "kv", ("conv", "recurrent")  # tensors of rows
-_VERSIONS = {VERSION: (KV,), WITH_STATES: (KV, *STATES)}
+STATES = ("conv", "recurrent")  # tensors with a row a state; all others have one a token
+_VERSIONS = {VERSION: (), WITH_STATES: STATES}
 _NUMPY: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4")}
 
 Identity = Mapping[str, Any]
@@ -67,9 +68,7 @@ Identity = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RowFormat:
-    """The layout of a row: safetensors' dtype name, and its shape, (num_layers, 2, num_kv_heads, head_dim) for the
-    KV of a token.
-    """
+    """The layout of a row: safetensors' dtype name, and its shape, see `Part.row_shape`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -91,20 +90,23 @@ Formats = Mapping[str, RowFormat]  # by the name of the tensor
 
 
 def _version_of(formats: Formats) -> str:
-    return next(version for version, names in _VERSIONS.items() if names == tuple(formats))
+    states = tuple(name for name in formats if name in STATES)
+    return next(version for version, names in _VERSIONS.items() if names == states)
 
 
 def _arrays_of(version: str) -> dict[str, tuple[str, str]]:
     return {field: named for field, named in _ARRAYS.items() if field != "has_state" or version == WITH_STATES}
 
 
-def _layout(num_nodes: int, counts: Mapping[str, int], formats: Formats) -> dict[str, dict[str, Any]]:
+def _layout(
+    num_nodes: int, num_tokens: int, counts: Mapping[str, int], formats: Formats
+) -> dict[str, dict[str, Any]]:
     """The header without its metadata: by name dtype, shape and data_offsets. `counts` are of rows."""
     arrays = _arrays_of(_version_of(formats)).values()
     num_pieces = len(arrays) + sum(-(-counts[name] // rows.piece_rows) for name, rows in formats.items())
     tensors, offset = {}, 0
     for name, dtype, shape in (
-        *((name, dtype, [counts[KV] if name == "tokens" else num_nodes]) for name, dtype in arrays),
+        *((name, dtype, [num_tokens if name == "tokens" else num_nodes]) for name, dtype in arrays),
         *((name, rows.dtype, [counts[name], *rows.shape]) for name, rows in formats.items()),
         ("piece_sha256", "U8", [num_pieces, _DIGEST_BYTES]),
         ("sha256", "U8", [_DIGEST_BYTES]),
@@ -141,7 +143,7 @@ class CacheFileWriter:
             "identity": json.dumps(identity),
             "tenants": json.dumps(tree.tenant_names),
         }
-        tensors = _layout(len(tree), row_counts(tree, formats), formats)
+        tensors = _layout(len(tree), tree.num_tokens, row_counts(tree, formats), formats)
         header = json.dumps({"__metadata__": metadata, **tensors}, separators=(",", ":")).encode()
         header += b" " * (-len(header) % 8)
         if len(header) > _MAX_HEADER_BYTES:
@@ -195,13 +197,15 @@ class CacheFileReader:
             read = " and ".join(map(repr, _VERSIONS))
             raise self._error(f"it is of format {version!r}, and this radixrt reads {read}")
         try:
-            shapes = {name: tensors[name]["shape"] for name in ("node_lengths", *_VERSIONS[version])}
+            others = {"piece_sha256", "sha256", *(name for name, _ in _arrays_of(version).values())}
+            rows = [*(name for name in tensors if name not in {*others, *STATES}), *_VERSIONS[version]]
+            shapes = {name: tensors[name]["shape"] for name in ("node_lengths", "tokens", *rows)}
             if not all(type(count) is int and 0 <= count < 2**31 for shape in shapes.values() for count in shape):
                 raise ValueError(f"the shapes {shapes}")
-            (num_nodes,) = shapes.pop("node_lengths")
+            (num_nodes,), (num_tokens,) = shapes.pop("node_lengths"), shapes.pop("tokens")
             counts = {name: shape[0] for name, shape in shapes.items()}
             self.formats = {name: RowFormat(tensors[name]["dtype"], (*own,)) for name, (_, *own) in shapes.items()}
-            expected = _layout(num_nodes, counts, self.formats)
+            expected = _layout(num_nodes, num_tokens, counts, self.formats)
             self.identity, tenants = json.loads(metadata["identity"]), json.loads(metadata["tenants"])
             if tensors != expected or not isinstance(self.identity, dict) or not isinstance(tenants, list):
                 raise ValueError("the tensors or the metadata")
@@ -272,7 +276,7 @@ class CacheFileReader:
 
 def row_counts(tree: TreeSnapshot, formats: Formats) -> dict[str, int]:
     """How many rows each tensor has."""
-    return {name: tree.num_tokens if name == KV else tree.num_states for name in formats}
+    return {name: tree.num_states if name in STATES else tree.num_tokens for name in formats}
 
 
 def check_cache_target(path: Path) -> None:

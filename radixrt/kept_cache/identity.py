@@ -16,7 +16,7 @@ from layers.moe import Mxfp4Matrices
 from layers.place import unpacked
 from layers.placement import Placement
 from layers.rotary import RopeParameters
-from radixrt.kept_cache.cache_file import KV, Formats
+from radixrt.kept_cache.cache_file import Formats
 from radixrt.models.config import AttentionKind, ModelConfig
 from radixrt.models.decoder import Decoder
 from radixrt.models.rank_part import rank_part
@@ -58,7 +58,7 @@ def cache_identity(
         "rope frequencies": each(lambda kind: kind.rope and _hash(kind.rope.frequencies(*sizes))),
         "sliding window": each(lambda kind: kind.window),
         "dtype": str(placement.dtype).removeprefix("torch."),
-        "dtype of KV": formats[KV].dtype,
+        "dtype of KV": next(iter(formats.values())).dtype,
         "weights": fingerprint,
         **_states_of(config, placement),
     }
@@ -73,13 +73,9 @@ def cache_identity(
 
 def _states_of(config: ModelConfig, placement: Placement) -> dict[str, str]:
     """The parts of a state of the whole model."""
-    states = config.kv_layout(placement.dtype).states
-    if states is None:
-        return {}
-    parts = states.parts.items()
     return {
-        f"{name} of states": f"{str(dtype).removeprefix('torch.')} {[states.num_layers, *shape]}"
-        for name, (dtype, shape) in parts
+        f"{part.name} of states": f"{str(part.dtype).removeprefix('torch.')} {[*part.row_shape]}"
+        for part in config.kv_layout(placement.dtype).sequences
     }
 
 

@@ -24,7 +24,7 @@ from radixrt.engine.signals import deferred
 from radixrt.errors import CacheFileError
 from radixrt.files.standard import standard_error
 from radixrt.kept_cache.cache_file import (
-    KV,
+    STATES,
     CacheFileReader,
     CacheFileWriter,
     Formats,
@@ -64,7 +64,7 @@ class CacheStorage:
     """
 
     cache: PrefixCache
-    parts: Mapping[str, RowPart]  # by the name of the tensor, KV first
+    parts: Mapping[str, RowPart]  # by the name of the tensor, those of tokens first
     others: OtherParts | None = None
 
     @cached_property
@@ -77,9 +77,9 @@ class CacheStorage:
         Raises CacheFileError where it cannot be written; an older one is as it was.
         """
         tree, slots, states = take_snapshot(self.cache.tree, weights_version)
-        with self.parts[KV].on_device(), CacheFileWriter.open(path, tree, self.formats, identity) as writer:
+        with self._on_device(), CacheFileWriter.open(path, tree, self.formats, identity) as writer:
             for name in self.parts:
-                self._write(writer, name, slots if name == KV else states[states != 0], progress)
+                self._write(writer, name, states[states != 0] if name in STATES else slots, progress)
             writer.finish()
         return Saved(tree.num_tokens, tree.num_states)
 
@@ -89,7 +89,7 @@ class CacheStorage:
 
         Raises CacheFileError where the file is damaged, or of another identity; nothing has changed then.
         """
-        with self.parts[KV].on_device(), CacheFileReader.open(path) as reader:
+        with self._on_device(), CacheFileReader.open(path) as reader:
             differing = differences(reader.identity, identity)
             if not differing:
                 told = [{name: str(rows) for name, rows in of.items()} for of in (reader.formats, self.formats)]
@@ -105,7 +105,7 @@ class CacheStorage:
                 # Unchecked rows go to slots and states that nothing reads.
                 states = adoption.states[reader.tree.has_state > 0]
                 for name in self.parts:
-                    self._read(reader, name, adoption.slots if name == KV else states, progress)
+                    self._read(reader, name, states if name in STATES else adoption.slots, progress)
                 with deferred():
                     self.cache.adopt(adoption)
                     arriving = None
@@ -114,6 +114,9 @@ class CacheStorage:
                     with deferred():
                         self.cache.cancel_adoption(arriving)
         return Loaded(adoption.num_taken, adoption.left_out, adoption.num_taken_states, adoption.left_out_states)
+
+    def _on_device(self) -> AbstractContextManager[None]:
+        return next(iter(self.parts.values())).on_device()  # all parts are on one
 
     def _write(self, writer: CacheFileWriter, name: str, slots: Slots, progress: bool) -> None:
         """Write the rows of `slots`, which may be the host's: see `RowPart.gather`."""
@@ -208,6 +211,6 @@ class _Buffer:
 
 def _bar(what: str, name: str, num_rows: int, shown: bool) -> tqdm[Any]:
     options: dict[str, Any] = {"unit": " tokens", "desc": what}
-    if name != KV:
+    if name in STATES:
         options = {"unit": " states", "desc": f"{what} {name}"}
     return tqdm(total=num_rows, unit_scale=True, disable=not shown, file=standard_error(), **options)

@@ -17,7 +17,8 @@ import torch
 
 from layers.quantization import Quantization
 from layers.rotary import RopeParameters
-from memory_pool.kv_layout import KVLayout, StateLayout
+from memory_pool.layout import Layout, Part
+from memory_pool.token_to_kv_pool import kv_part
 from radixrt.checks import check_int
 from radixrt.errors import ModelError, ParameterError
 from radixrt.models.config_fields import read_fields
@@ -216,16 +217,16 @@ class ModelConfig:
 
     def kv_layout(
         self, dtype: torch.dtype, layers: range | None = None, state_dtype: torch.dtype | None = None
-    ) -> KVLayout:
+    ) -> Layout:
         """What some layers keep, or all of them, with KV in `dtype`, and what else they keep of inputs in
         `state_dtype`, or in that, too.
         """
         layers = range(self.num_layers) if layers is None else layers
         recurrent = sum(self.attention[layer].is_recurrent for layer in layers)
-        states = self.state_layout(recurrent, state_dtype or dtype) if self.keeps_states else None
-        return KVLayout(len(layers) - recurrent, self.num_kv_heads, self.head_dim, dtype, states)
+        kv = kv_part(len(layers) - recurrent, self.num_kv_heads, self.head_dim, dtype)
+        return Layout((kv,), self.state_parts(recurrent, state_dtype or dtype) if self.keeps_states else ())
 
-    def state_layout(self, num_layers: int, dtype: torch.dtype) -> StateLayout:
+    def state_parts(self, num_layers: int, dtype: torch.dtype) -> tuple[Part, ...]:
         """What `num_layers` recurrent layers keep, of inputs in `dtype`; a stage may have none of the model's. A
         family that has such layers overrides this.
         """

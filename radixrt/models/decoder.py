@@ -28,7 +28,7 @@ from layers.recurrent import RecurrentLayer
 from layers.squared_relu import SquaredReLU
 from layers.vocabulary import Embedding, LogitsHead
 from layers.weight import Weight
-from memory_pool.kv_layout import KVLayout
+from memory_pool.layout import Layout
 from radixrt.models.config import ModelConfig
 from triton_ops.activations.gelu_and_mul import gelu_and_mul
 from triton_ops.activations.quantised_rows import QuantisedRows
@@ -373,7 +373,7 @@ class Decoder(nn.Module):
         rope = self.config.attention[layer_id].rope
         return None if rope is None else self._rotaries[rope]
 
-    def kv_layout(self, dtype: torch.dtype) -> KVLayout:
+    def kv_layout(self, dtype: torch.dtype) -> Layout:
         """What the blocks keep, with KV in `dtype`."""
         return self.config.kv_layout(dtype, self.layers, self.placement.dtype)
 

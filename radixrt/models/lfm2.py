@@ -14,7 +14,8 @@ from layers.moe import SparseMoE
 from layers.place import Place
 from layers.short_conv import ShortConv
 from layers.sigmoid_router import SigmoidRouter
-from memory_pool.kv_layout import StateLayout
+from memory_pool.layout import Part
+from memory_pool.state_pool import state_parts
 from radixrt.errors import ModelError
 from radixrt.models.config import ModelConfig, check_sizes
 from radixrt.models.decoder import Attention, Block, Decoder, FeedForward
@@ -49,9 +50,8 @@ class Lfm2Config(ModelConfig):
             "intermediate_size": _intermediate_size(source),
         }
 
-    def state_layout(self, num_layers: int, dtype: torch.dtype) -> StateLayout:
-        no_matrices = 0, 0, 0
-        return StateLayout(num_layers, (self.conv_channels,), self.conv_width, *no_matrices, dtype)
+    def state_parts(self, num_layers: int, dtype: torch.dtype) -> tuple[Part, ...]:
+        return state_parts(num_layers, (self.conv_channels,), self.conv_width, (0, 0, 0), dtype)
 
     @property
     def recurrent_weights(self) -> int:

@@ -12,7 +12,8 @@ import torch
 
 from layers.mamba2 import Mamba2, Mamba2Sizes
 from layers.placement import Placement
-from memory_pool.kv_layout import StateLayout
+from memory_pool.layout import Part
+from memory_pool.state_pool import state_parts
 from radixrt.errors import ModelError
 from radixrt.models.config import ModelConfig
 
@@ -73,10 +74,10 @@ class Mamba2Config(ModelConfig):
         sizes = self.mamba_sizes
         return self.hidden_size * (sizes.channels + 2 * sizes.values + sizes.num_heads)
 
-    def state_layout(self, num_layers: int, dtype: torch.dtype) -> StateLayout:
+    def state_parts(self, num_layers: int, dtype: torch.dtype) -> tuple[Part, ...]:
         sizes = self.mamba_sizes
         matrices = sizes.num_heads, sizes.state_size, sizes.head_dim
-        return StateLayout(num_layers, (*sizes.parts,), sizes.conv_width, *matrices, dtype)
+        return state_parts(num_layers, (*sizes.parts,), sizes.conv_width, matrices, dtype)
 
     def build_mamba2(self, layer_id: int, layers: range, placement: Placement) -> Mamba2:
         """The layer of that number in the model, of which there are `layers` here."""

@@ -19,7 +19,8 @@ from layers.norm import RMSNorm
 from layers.place import Place
 from layers.quantization import Quantization
 from layers.ranks import ALONE
-from memory_pool.kv_layout import StateLayout
+from memory_pool.layout import Part
+from memory_pool.state_pool import state_parts
 from radixrt.errors import ModelError
 from radixrt.models.config import ModelConfig, optional
 from radixrt.models.decoder import Attention, Block, Decoder, FeedForward
@@ -104,10 +105,10 @@ class HybridConfig(ModelConfig):
     def widths(self) -> dict[str, int]:
         return {**super().widths, "num_key_heads": self.key_dim, "num_value_heads": self.value_dim}
 
-    def state_layout(self, num_layers: int, dtype: torch.dtype) -> StateLayout:
+    def state_parts(self, num_layers: int, dtype: torch.dtype) -> tuple[Part, ...]:
         sizes = self.delta_sizes
         matrices = sizes.num_value_heads, sizes.key_dim, sizes.value_dim
-        return StateLayout(num_layers, (*sizes.parts,), sizes.conv_width, *matrices, dtype)
+        return state_parts(num_layers, (*sizes.parts,), sizes.conv_width, matrices, dtype)
 
     @property
     def recurrent_weights(self) -> int:

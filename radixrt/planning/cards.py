@@ -37,7 +37,10 @@ def shape_of(config: ModelConfig, *, in_e4m3: bool = False, in_int4: bool = Fals
     """
     from radixrt.models.mixtral import MixtureConfig  # torch
 
-    experts = None
+    layout, experts, recurrent = config.kv_layout(config.dtype), None, None
+    if layout.sequences:
+        count = layout.sequences[0].num_layers
+        recurrent = RecurrentLayers(count, config.recurrent_weights, layout.bytes_per_sequence)
     if isinstance(config, MixtureConfig) and config.num_experts:
         own = in_e4m3 and config.experts_fit_e4m3
         sizes = config.num_experts, config.top_k, config.expert_size_of_all
@@ -50,19 +53,13 @@ def shape_of(config: ModelConfig, *, in_e4m3: bool = False, in_int4: bool = Fals
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         vocab_size=config.vocab_size,
+        kv_bytes=layout.bytes_per_token,
         bytes_per_value=config.dtype.itemsize,
         layers_in_e4m3=in_e4m3,
         layers_in_int4=in_int4,
         experts=experts,
-        recurrent=_recurrent_layers(config),
+        recurrent=recurrent,
     )
-
-
-def _recurrent_layers(config: ModelConfig) -> RecurrentLayers | None:
-    states = config.kv_layout(config.dtype).states
-    if states is None:
-        return None
-    return RecurrentLayers(states.num_layers, config.recurrent_weights, states.bytes_per_state)
 
 
 @dataclass(frozen=True)

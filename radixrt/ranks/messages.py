@@ -111,7 +111,7 @@ class RankIdentity:
     Attributes:
         checksums: by the names of parameters, as `rank_checksums` gives them.
         place: of the part in the KV: its first layer and the one after its last, and heads likewise.
-        scales: float32 `[its layers, 2, its heads]`, if the KV has any.
+        scales: float32, as `TokenToKVPool.scales`, of its layers and heads, if the KV has any.
     """
 
     checksums: dict[str, int]

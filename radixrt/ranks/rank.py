@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -15,15 +15,16 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from layers.moe import SparseMoE
 from layers.products import ProductTable
 from layers.quantization import Quantization
 from layers.weight import Weight
-from memory_pool.kv_layout import KVLayout
+from memory_pool.layout import Layout
+from memory_pool.pool import HostPool
 from memory_pool.req_to_token_pool import ReqToTokenPool
-from memory_pool.token_to_kv_pool import HostKVPool, TokenToKVPool
+from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.builtin import MODEL_PATH
 from radixrt.config import RuntimeConfig
 from radixrt.errors import ParameterError
@@ -39,9 +40,8 @@ from radixrt.execution.memory_budget import (
 )
 from radixrt.execution.model_runner import ModelRunner, Tuning
 from radixrt.execution.products import compare_all
-from radixrt.kept_cache.cache_file import KV, STATES
 from radixrt.kept_cache.identity import rank_checksums
-from radixrt.kept_cache.parts import KVPart, RowPart, StatePart
+from radixrt.kept_cache.parts import RowPart
 from radixrt.limits import NO_PASSES, PASS_BYTES, PassLimits, requests_at_once, requests_with_states
 from radixrt.models.config import GENERATION_DEFAULTS, ModelConfig, generation_defaults
 from radixrt.models.decoder import Decoder
@@ -67,60 +67,31 @@ class RankParts:
     limits: PassLimits
     rows: ReqToTokenPool
     kv_pool: TokenToKVPool
-    host_pool: HostKVPool | None
+    host_pool: HostPool | None
     runner: ModelRunner
     products: tuple[ProductTable, ...]  # of a deterministic model
     seconds: Mapping[str, float]  # of the steps, as in Runtime, without their total
 
     @property
-    def kv_part(self) -> KVPart:
-        """Its part of the KV, for kept caches."""
-        placement, config, dtype = self.decoder.placement, self.config, self.kv_pool.buffer.dtype
-        return KVPart(
-            self.kv_pool,
-            self.host_pool,
-            placement.impl,
-            config.kv_layout(dtype).num_layers,
-            config.num_kv_heads,
-            placement.ranks,
-            config.kv_layout(dtype, range(self.decoder.layers.start)).num_layers,
-        )
-
-    @property
     def kept_parts(self) -> dict[str, RowPart]:
-        """Its parts of all that a kept cache has rows of, by the names of tensors."""
-        parts: dict[str, RowPart] = {KV: self.kv_part}
-        if (states := self.kv_pool.states) is not None:
-            on_host: Sequence[Tensor | None] = (None, None)
-            if self.host_pool is not None and self.host_pool.states is not None:
-                on_host = self.host_pool.states.parts
-            placement, before = self.decoder.placement, range(self.decoder.layers.start)
-            whole, own, first = (
-                config.kv_layout(placement.dtype, layers).states
-                for config, layers in ((self.config, None), (self.decoder.config, None), (self.config, before))
-            )
-            assert whole is not None
-            assert own is not None
-            assert first is not None
-            for name, memory, copies in zip(STATES, states.parts, on_host, strict=True):
-                parts[name] = StatePart(
-                    memory,
-                    copies,
-                    placement.impl,
-                    whole.num_layers,
-                    whole.divided[name],
-                    own.divided[name],
-                    placement.ranks,
-                    first.num_layers,
-                )
-        return parts
+        """Its parts of all that a kept cache has rows of, by name, those of tokens first."""
+        placement, dtype = self.decoder.placement, self.kv_pool.dtype
+        impl, ranks, before = placement.impl, placement.ranks, range(self.decoder.layers.start)
+        whole, ahead = (self.config.kv_layout(dtype, layers, placement.dtype) for layers in (None, before))
+        owns, memory = self.decoder.kv_layout(dtype), self.kv_pool.memory_of_all
+        on_host = {} if self.host_pool is None else self.host_pool.memory_of_all
+        return {
+            part.name: RowPart(memory[part.name], on_host.get(part.name), impl, part, own, ranks, first.num_layers)
+            for part, own, first in zip(whole.parts, owns.parts, ahead.parts, strict=True)
+        }
 
     def identity(self) -> RankIdentity:
-        """What its part of the KV depends on."""
-        part, scales = self.kv_part, self.kv_pool.scales
+        """What its part of what tokens keep depends on."""
+        part, scales = next(iter(self.kept_parts.values())), self.kv_pool.scales
+        heads = next(part.runs).whole
         return RankIdentity(
             rank_checksums(self.decoder, whole_of(self.decoder, self.config)),
-            (part.layers.start, part.layers.stop, part.heads.start, part.heads.stop),
+            (part.layers.start, part.layers.stop, heads.start, heads.stop),
             None if scales is None else scales.cpu().numpy(),
         )
 
@@ -253,7 +224,7 @@ def assemble_rank(
     seconds["memory"] = time.perf_counter() - memory_began
 
     num_states = group.least(pool_states(device, layout, limits, share, promised=for_passes))
-    sizes = {"promised": for_passes, "beside": num_states * layout.bytes_per_state}
+    sizes = {"promised": for_passes, "beside": num_states * layout.bytes_per_sequence}
     slots = pool_slots(device, bytes_per_slot, memory_fraction=share, max_total_tokens=wanted, **sizes)
     slots = group.least(slots)
     kv_pool = TokenToKVPool(slots, layout, num_states=num_states, device=device)
@@ -274,7 +245,7 @@ def assemble_rank(
     return parts
 
 
-def _bytes_per_slot(layout: KVLayout) -> int:
+def _bytes_per_slot(layout: Layout) -> int:
     """1 in a stage that has no attention: other stages say how many slots there are."""
     return max(1, layout.bytes_per_token)
 
@@ -290,29 +261,29 @@ def _check_states(config: RuntimeConfig, device: torch.device, share: float, ske
 
 
 def _host_pool(
-    config: RuntimeConfig, group: RankGroup, layout: KVLayout, kv_pool: TokenToKVPool
-) -> HostKVPool | None:
+    config: RuntimeConfig, group: RankGroup, layout: Layout, kv_pool: TokenToKVPool
+) -> HostPool | None:
     """The pool's second tier, if the host has memory for one. Raises ParameterError where it cannot be had."""
-    on_gpu = kv_pool.buffer.device.type == "cuda"
+    on_gpu = kv_pool.device.type == "cuda"
     promised = 0 if on_gpu else (kv_pool.allocator.capacity + 1) * _bytes_per_slot(layout)
     sizes = host_pool_sizes(config.host_memory_gb, layout, promised=promised, num_ranks=group.shape.size)
     slots, states = map(group.least, sizes)
     if not slots:
         return None
     try:
-        return HostKVPool(slots, kv_pool, num_states=states)
+        return HostPool(slots, kv_pool, num_states=states)
     except RuntimeError as error:
         raise ParameterError(f"host_memory_gb is {config.host_memory_gb:g}: {error}") from error
 
 
-def _log_made(parts: RankParts, layout: KVLayout) -> None:
+def _log_made(parts: RankParts, layout: Layout) -> None:
     kv_pool, products, seconds = parts.kv_pool, parts.products, parts.seconds
     slots, states = kv_pool.allocator.capacity, kv_pool.states
     pool_bytes = (slots + 1) * _bytes_per_slot(layout)
-    _log.info("KV pool: %s tokens, %.2f GiB in %s", f"{slots:,}", pool_bytes / 2**30, kv_pool.buffer.dtype)
+    _log.info("KV pool: %s tokens, %.2f GiB in %s", f"{slots:,}", pool_bytes / 2**30, kv_pool.dtype)
     if states is not None:
         count = states.allocator.capacity
-        state_bytes = (count + 1) * layout.bytes_per_state
+        state_bytes = (count + 1) * layout.bytes_per_sequence
         _log.info("states: %s sequences, %.2f GiB", f"{count:,}", state_bytes / 2**30)
     if parts.host_pool is not None:
         _log_host(parts.host_pool, layout)
@@ -325,17 +296,17 @@ def _log_made(parts: RankParts, layout: KVLayout) -> None:
         _log.info(told, graphs, seconds["graphs"], parts.runner.num_uncaptured)
 
 
-def _log_host(host_pool: HostKVPool, layout: KVLayout) -> None:
+def _log_host(host_pool: HostPool, layout: Layout) -> None:
     slots, states = host_pool.allocator.capacity, host_pool.states
     told = f"{slots:,} tokens, {slots * layout.bytes_per_token / 2**30:.2f} GiB"
     if states is not None:
         count = states.allocator.capacity
-        told += f"; states: {count:,} sequences, {count * layout.bytes_per_state / 2**30:.2f} GiB"
+        told += f"; states: {count:,} sequences, {count * layout.bytes_per_sequence / 2**30:.2f} GiB"
     _log.info("host tier: %s", told)
 
 
 def _pass_limits(
-    config: RuntimeConfig, model: ModelConfig, device: torch.device, layout: KVLayout, share: float
+    config: RuntimeConfig, model: ModelConfig, device: torch.device, layout: Layout, share: float
 ) -> PassLimits:
     """The limits of a pass, once the weights are in place: on a GPU, or where each request has a state, as many
     requests at once as this share of memory allows.
@@ -351,7 +322,7 @@ def _pass_limits(
         sizes = {"context_length": model.context_length, "vocab_size": model.vocab_size}
         running = requests_at_once(running, free, pool, bytes_per_slot, **sizes)
         free = max(0, int((free_bytes(device) - PASS_BYTES) * share))
-    running = requests_with_states(running, free, layout.bytes_per_state, _bytes_per_slot(layout))
+    running = requests_with_states(running, free, layout.bytes_per_sequence, _bytes_per_slot(layout))
     return replace(limits, max_running_requests=running)
 
 

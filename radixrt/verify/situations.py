@@ -10,7 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from memory_pool.kv_layout import KVLayout
+from memory_pool.layout import Layout
 from radixrt.config import RuntimeConfig
 from radixrt.files.disk import temporary_folder
 from radixrt.limits import PassLimits
@@ -49,7 +49,7 @@ def situations(
     limits: PassLimits,
     runs_kernels: bool,
     captures: bool,
-    layout: KVLayout,
+    layout: Layout,
 ) -> list[Situation]:
     """All situations that differ with these options; those of one Runtime follow one another.
 
@@ -97,7 +97,7 @@ def situations(
         own("small-pool", title, partial(_shuffled, seed=seeds[0]), max_total_tokens=small)
         own("small-pool-jitter", "that and jitter", partial(_jitter, seed=seeds[0]), max_total_tokens=small)
         if config.enable_prefix_cache and not config.host_memory_gb:
-            states = 8 * (len(questions) + 1) * layout.bytes_per_state  # in a quarter of it, for each two
+            states = 8 * (len(questions) + 1) * layout.bytes_per_sequence  # in a quarter of it, for each two
             host = (2 * total * layout.bytes_per_token + states) / 1e9
             title = "that and a host tier"
             own("host-tier", title, _together_warm, max_total_tokens=small, host_memory_gb=host)

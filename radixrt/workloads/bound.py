@@ -74,10 +74,10 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    bytes_per_value: int = 2  # of weights and KV
+    kv_bytes: int  # of what a token keeps in all layers, without the few scales of e4m3
+    bytes_per_value: int = 2  # of weights
     layers_in_e4m3: bool = False  # their weights take a byte each, whatever the others take
     layers_in_int4: bool = False  # half a byte each, with their scales and zeros besides
-    kv_in_e4m3: bool = False  # a byte an element, without its few scales
     experts: Experts | None = None
     recurrent: RecurrentLayers | None = None  # some of the layers
 
@@ -152,12 +152,6 @@ class ModelShape:
     def weight_ops(self) -> int:
         """The same for all weights."""
         return self.layer_ops + 2 * self.head_weights
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of one token's keys and values in all layers."""
-        size = 1 if self.kv_in_e4m3 else self.bytes_per_value
-        return 2 * self._attention_layers * self.num_kv_heads * self.head_dim * size
 
     @property
     def state_bytes(self) -> int:

@@ -159,12 +159,12 @@ def test_figures() -> None:
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        ("qwen3-0.6b", ModelShape(28, 1024, 3072, 16, 8, 128, 151936)),
-        ("llama-3.1-8b", ModelShape(32, 4096, 14336, 32, 8, 128, 128256)),
-        ("qwen3-32b", ModelShape(64, 5120, 25600, 64, 8, 128, 151936)),
-        ("llama-3.1-70b", ModelShape(80, 8192, 28672, 64, 8, 128, 128256)),
-        ("qwen3-30b-a3b", ModelShape(48, 2048, 0, 32, 4, 128, 151936, experts=Experts(128, 8, 768))),
-        ("gpt-oss-20b", ModelShape(24, 2880, 0, 64, 8, 64, 201088, experts=Experts(32, 4, 2880, 17 / 32))),
+        ("qwen3-0.6b", ModelShape(28, 1024, 3072, 16, 8, 128, 151936, 114_688)),
+        ("llama-3.1-8b", ModelShape(32, 4096, 14336, 32, 8, 128, 128256, 131_072)),
+        ("qwen3-32b", ModelShape(64, 5120, 25600, 64, 8, 128, 151936, 262_144)),
+        ("llama-3.1-70b", ModelShape(80, 8192, 28672, 64, 8, 128, 128256, 327_680)),
+        ("qwen3-30b-a3b", ModelShape(48, 2048, 0, 32, 4, 128, 151936, 98_304, experts=Experts(128, 8, 768))),
+        ("gpt-oss-20b", ModelShape(24, 2880, 0, 64, 8, 64, 201088, 49_152, experts=Experts(32, 4, 2880, 17 / 32))),
     ],
 )
 def test_shapes(name: str, shape: ModelShape, tmp_path: Path) -> None:

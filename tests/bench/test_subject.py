@@ -16,17 +16,17 @@ from radixrt.runtime import Runtime
 from radixrt.text.tokenizer import load_tokenizer
 from radixrt.workloads.bound import ModelShape
 
-TINY = ModelShape(2, 128, 384, 4, 2, 32, 10_240)
+TINY = ModelShape(2, 128, 384, 4, 2, 32, 10_240, 512)
 
 
 @pytest.mark.parametrize(
     ("options", "changes"),
     [
-        ({}, {"bytes_per_value": 4}),
+        ({}, {"bytes_per_value": 4, "kv_bytes": 1024}),
         ({"dtype": "bfloat16"}, {}),
-        ({"dtype": "bfloat16", "kv_dtype": "fp8"}, {"kv_in_e4m3": True}),
+        ({"dtype": "bfloat16", "kv_dtype": "fp8"}, {"kv_bytes": 256}),
         # In torch, weights of e4m3 are dequantised as they are loaded.
-        ({"quantization": "fp8"}, {"bytes_per_value": 4}),
+        ({"quantization": "fp8"}, {"bytes_per_value": 4, "kv_bytes": 1024}),
     ],
 )
 def test_shapes(

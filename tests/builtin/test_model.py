@@ -34,7 +34,7 @@ def questions() -> list[Question]:
 
 def answer(questions: list[Question], **options: Any) -> tuple[list[RequestOutput], float]:
     with Runtime(device=torch.get_default_device(), max_total_tokens=20_000, **options) as runtime:
-        runtime.parts.model.kv_pool.buffer.fill_(float("nan"))  # whatever reads a slot that it does not own shows
+        runtime.parts.model.kv_pool.fill(float("nan"))  # whatever reads a slot that it does not own shows
         outputs = runtime.generate([q.prompt for q in questions], GREEDY)
     exact = sum(o.text.strip() == q.answer for o, q in zip(outputs, questions, strict=True))
     return outputs, exact / len(questions)

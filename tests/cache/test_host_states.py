@@ -391,9 +391,8 @@ def runtime(folder: Path, device: torch.device, **options: Any) -> Runtime:
     options = {"dtype": "float32", "max_total_tokens": 200, "schedule_policy": "fcfs", **options}
     runtime = Runtime(folder, device=device, **options)
     pool, host_pool = runtime.parts.model.kv_pool, runtime.parts.model._rank.host_pool
-    parts = [] if host_pool is None else [host_pool.buffer, *host_pool.states.parts]
-    for buffer in (pool.buffer, *pool.states.parts, *parts):
-        buffer.fill_(torch.nan)
+    for each in (pool, *(() if host_pool is None else (host_pool,))):
+        each.fill(torch.nan)
     return runtime
 
 

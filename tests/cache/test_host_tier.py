@@ -221,7 +221,7 @@ def prompts() -> list[list[int]]:
 def runtime(folder: Path, device: torch.device, **options: Any) -> Runtime:
     options = {"dtype": "float32", "max_total_tokens": 200, "schedule_policy": "fcfs", **options}
     runtime = Runtime(folder, device=device, **options)
-    runtime.parts.model.kv_pool.buffer.fill_(float("nan"))
+    runtime.parts.model.kv_pool.fill(float("nan"))
     return runtime
 
 
@@ -249,7 +249,7 @@ def test_answers_from_the_host_are_those_computed_cold(
         few = without.cache_stats()
     assert (few.host_capacity, few.stored_tokens) == (0, 0)
     with runtime(folder, device, **{**HOST, **options}) as tiered:
-        assert tiered.parts.model.kv_pool.buffer.isnan().all()
+        assert tiered.parts.model.kv_pool.memory["kv"].isnan().all()
         assert tokens(tiered.generate(prompts, GREEDY)) == cold
         many = tiered.cache_stats()
         assert many.stored_tokens > 0

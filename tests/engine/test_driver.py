@@ -104,7 +104,7 @@ def test_every_call_takes_priorities() -> None:
 
 def small(folder: Path, **options: Any) -> Runtime:
     runtime = Runtime(folder, **{"device": torch.get_default_device(), "max_total_tokens": 2000, **options})
-    runtime.parts.model.kv_pool.buffer.fill_(float("nan"))
+    runtime.parts.model.kv_pool.fill(float("nan"))
     return runtime
 
 

@@ -79,7 +79,7 @@ def runtime_of(folder: Path, *, cuda_graphs: bool = True, max_plan_passes: int =
     ) -> ModelRunner:
         tuning = Tuning(token_sizes=(16, 64), max_plan_passes=max_plan_passes)
         if not on_gpu:  # plans are cut and padded as if kernels ran
-            kv_dtype = kv_pool.buffer.dtype
+            kv_dtype = kv_pool.dtype
             planner = planner_on_cpu(model.config, rows.req_to_token, kv_dtype, tree=tree)
             tuning = replace(tuning, recorder=Recomputing, planner=planner)
             most = PassLimits(options["max_running_requests"], options.get("chunked_prefill_size", 2048))
@@ -92,7 +92,7 @@ def runtime_of(folder: Path, *, cuda_graphs: bool = True, max_plan_passes: int =
         runtime = Runtime(folder, device=device, **own, **options)
     assert bool(runner_of(runtime).executor.graphs) == cuda_graphs
     if runtime.parts.model.kv_pool.scales is None:
-        runtime.parts.model.kv_pool.buffer.fill_(float("nan"))
+        runtime.parts.model.kv_pool.fill(float("nan"))
     return runtime
 
 
@@ -868,16 +868,16 @@ def test_padded_decodes_harm_nobody(folder: Path, size: int, launches: Launches)
         path = cache.tree.match(Namespace(), np.array(kept, np.int32))
         slots = torch.from_numpy(cache.tree.slots_of(path.node)).long().to(runtime.device)
         assert len(slots) >= len(kept)
-        before = runtime.parts.model.kv_pool.buffer[:, :, slots].clone()
+        before = runtime.parts.model.kv_pool.memory["kv"][:, :, slots].clone()
         for count in (size - 1, size, size + 1):
             if count:
                 launches.clear()
-                runtime.parts.model.kv_pool.buffer.fill_(float("nan"))
-                runtime.parts.model.kv_pool.buffer[:, :, slots] = before
+                runtime.parts.model.kv_pool.fill(float("nan"))
+                runtime.parts.model.kv_pool.memory["kv"][:, :, slots] = before
                 outputs = runtime.generate(prompts[:count], GREEDY, tenant=f"of {count}")
                 assert_same(outputs, expected[:count])
                 assert (count, next(s for s in ladder(26) if s >= count), False) in decodes_of(launches)
-                assert torch.equal(runtime.parts.model.kv_pool.buffer[:, :, slots], before)
+                assert torch.equal(runtime.parts.model.kv_pool.memory["kv"][:, :, slots], before)
         assert_same([runtime.generate(kept, GREEDY)], [first])
 
 
@@ -1131,7 +1131,7 @@ def test_all_free_memory_is_not_too_much(tmp_path: Path, little_memory: int, lim
         max_running_requests=most,
         chunked_prefill_size=chunk,
     ) as runtime:
-        assert runtime.parts.model.kv_pool.buffer.nbytes > little_memory // 4
+        assert runtime.parts.model.kv_pool.memory["kv"].nbytes > little_memory // 4
         rng = np.random.default_rng(0)
         lengths = [chunk // most if chunk >= 2 * most else 2] * most
         lengths[0] = min(lengths[0], 4000)
@@ -1163,7 +1163,7 @@ def test_close_gives_the_memory_back(tmp_path: Path, little_memory: int, device:
             max_running_requests=24,
             chunked_prefill_size=1024,
         ) as runtime:
-            assert runtime.parts.model.kv_pool.buffer.nbytes > little_memory // 3
+            assert runtime.parts.model.kv_pool.memory["kv"].nbytes > little_memory // 3
             runtime.generate([[5, 6, 7]] * 30, Params(max_new_tokens=9, ignore_eos=True, n=2))
         del runtime
         gc.collect()

@@ -39,7 +39,7 @@ class Computer:
         config = model.config
         self.rows = ReqToTokenPool(MAX_REQUESTS, CONTEXT)
         self.pool = TokenToKVPool(500, model.kv_layout(torch.float32), device=CPU)
-        self.pool.buffer.fill_(float("nan"))
+        self.pool.fill(float("nan"))
         planner, shapes = planner_on_cpu(config, self.rows.req_to_token), [] if is_eager else SHAPES
         self.builder = PassBuilder(planner, shapes, MAX_REQUESTS)
         self.executor = Executor(model, self.rows, self.pool, max_scored_at_once)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from memory_pool.kv_layout import KVLayout
-from memory_pool.token_to_kv_pool import TokenToKVPool
+from memory_pool.layout import Layout
+from memory_pool.token_to_kv_pool import TokenToKVPool, kv_part
 from radixrt import CacheFileError, ParameterError, RequestOutput, Runtime, SamplingParams
 from radixrt.builtin import MODEL_PATH
 from radixrt.builtin.task import EVAL_SEED, Question, ask_alone, ask_few_shot, make_document
@@ -53,7 +53,7 @@ def logits(model: Decoder, device: torch.device, *, fp8: bool) -> Tensor:
     """Of NUM_TOKENS tokens: a prompt in two chunks, then decodes. Float32 `[NUM_TOKENS, vocab_size]`."""
     config = model.config
     pool = TokenToKVPool(NUM_TOKENS + 1, model.kv_layout(E4M3 if fp8 else model.placement.dtype), device=device)
-    pool.buffer.fill_(torch.nan)
+    pool.fill(torch.nan)
     if fp8:
         pool.set_scales(calibrated_scales(model, device))
     ids = np.random.default_rng(1).integers(3, config.vocab_size, NUM_TOKENS)
@@ -107,7 +107,7 @@ def questions() -> list[Question]:
 def answers(questions: list[Question], **options: Any) -> list[RequestOutput]:
     options = {"device": torch.get_default_device(), "max_total_tokens": 20_000, "kv_dtype": "fp8"} | options
     with Runtime(**options) as runtime:
-        runtime.parts.model.kv_pool.buffer.fill_(torch.nan)
+        runtime.parts.model.kv_pool.fill(torch.nan)
         return runtime.generate([q.prompt for q in questions], GREEDY)
 
 
@@ -188,7 +188,7 @@ def test_scales_are_powers_of_two_with_room_above_what_was_tried(model: Decoder,
     class Watched(TokenToKVPool):
         def __del__(self) -> None:
             for layer in range(2):
-                for which, buffer in enumerate(self.buffer[layer]):
+                for which, buffer in enumerate(self.memory["kv"][layer]):
                     greatest[layer, which] = buffer[1:].float().abs().amax((0, 2))
 
     with pytest.MonkeyPatch.context() as patch:
@@ -229,13 +229,13 @@ def test_keys_and_values_have_scales_of_their_own(tmp_path: Path, device: torch.
 
 def test_pools_refuse_scales_that_mean_nothing() -> None:
     options: dict[str, Any] = {"device": torch.get_default_device()}
-    plain = TokenToKVPool(5, KVLayout(3, 2, 4, torch.float16), **options)
+    plain = TokenToKVPool(5, Layout((kv_part(3, 2, 4, torch.float16),)), **options)
     table = torch.zeros(1, 1, dtype=torch.int32)
     view = plain.view(0, table)
     assert plain.scales is view.k_scale is view.v_scale is None
     with pytest.raises(ValueError, match="not of e4m3"):
         plain.set_scales(torch.ones(3, 2, 2))
-    layout = KVLayout(3, 2, 4, E4M3)
+    layout = Layout((kv_part(3, 2, 4, E4M3),))
     pool = TokenToKVPool(5, layout, **options)
     assert layout.bytes_per_token == 2 * 3 * 2 * 4
     for scales in (torch.ones(3, 2, 4), torch.zeros(3, 2, 2), torch.full((3, 2, 2), torch.nan)):

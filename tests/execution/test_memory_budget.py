@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from memory_pool.kv_layout import KVLayout, StateLayout
+from memory_pool.layout import Layout
 from memory_pool.req_to_token_pool import ReqToTokenPool
-from memory_pool.token_to_kv_pool import TokenToKVPool
+from memory_pool.state_pool import state_parts
+from memory_pool.token_to_kv_pool import TokenToKVPool, kv_part
 from radixrt import ParameterError, Runtime
 from radixrt.execution import executor, memory_budget
 from radixrt.execution.memory_budget import (
@@ -41,7 +42,7 @@ LIMITS = [  # requests, prompt tokens of a pass, context
     (3, 16, 2),
 ]
 
-SLOT_OF_1000 = KVLayout(5, 2, 25, torch.bfloat16)  # bytes
+SLOT_OF_1000 = Layout((kv_part(5, 2, 25, torch.bfloat16),))  # bytes
 
 
 def new_tokens(requests: int, chunk: int, context: int) -> int:
@@ -82,7 +83,7 @@ def test_it_runs_and_does_all_that_takes_memory(
     cpu = torch.device("cpu")
     model, _ = load_model(folder, device=cpu, context_length=context)
     pool = TokenToKVPool(2, model.kv_layout(torch.float32), device=cpu)
-    pool.buffer.fill_(0.0)
+    pool.fill(0.0)
     rows: dict[str, int] = {}
 
     def watch(module: Any, name: str, filters: tuple[str, ...] = ()) -> None:
@@ -179,8 +180,8 @@ def test_the_host_s_pool_leaves_what_is_promised(million_free: torch.device) -> 
 
 
 def test_a_quarter_of_the_host_s_pool_is_for_states(million_free: torch.device) -> None:
-    states = StateLayout(1, (100,), 6, 1, 25, 25, torch.bfloat16)  # 3,500 bytes each
-    layout = replace(SLOT_OF_1000, states=states)
+    states = state_parts(1, (100,), 6, (1, 25, 25), torch.bfloat16)  # 3,500 bytes each
+    layout = replace(SLOT_OF_1000, sequences=states)
     assert host_pool_sizes(0.0009, layout, promised=0) == (900 - 224, 64)
     assert host_pool_sizes(0.000028, layout, promised=0) == (21, 2)
     with pytest.raises(ParameterError, match="slots of 1,000 bytes and, in a quarter of it, two states of 3,5"):

@@ -76,7 +76,7 @@ def runtime_of(folder: Path, **options: Any) -> Runtime:
     """Slots that nobody has filled hold NaN."""
     defaults = {"device": torch.get_default_device(), "max_total_tokens": 600, "dtype": "float32"}
     runtime = Runtime(folder, **{**defaults, **options})
-    runtime.parts.model.kv_pool.buffer.fill_(float("nan"))
+    runtime.parts.model.kv_pool.fill(float("nan"))
     return runtime
 
 
@@ -121,7 +121,7 @@ def contents(runtime: Runtime) -> dict[tuple[str | None, tuple[int, ...]], tuple
                 path = list(runtime.parts.cache.tree.path(node))[::-1]
                 tokens = np.concatenate([step.tokens for step in path])
                 slots = torch.from_numpy(runtime.parts.cache.tree.slots_of(node)).to(runtime.device)
-                kv = runtime.parts.model.kv_pool.buffer.index_select(2, slots).cpu()
+                kv = runtime.parts.model.kv_pool.memory["kv"].index_select(2, slots).cpu()
                 found[namespace.tenant, tuple(tokens.tolist())] = (len(tokens), kv)
     return found
 

@@ -17,13 +17,14 @@ import torch
 from safetensors import safe_open
 
 from layers.ranks import Ranks
+from memory_pool.layout import Part
 from radixrt import CacheFileError, Runtime
 from radixrt.cache.radix_tree import Node
 from radixrt.cache.snapshot import TreeSnapshot
 from radixrt.cli.kept_cache import runtime_with_cache
 from radixrt.kept_cache import cache_file, parts
 from radixrt.kept_cache.cache_file import CacheFileReader, CacheFileWriter, RowFormat, row_counts
-from radixrt.kept_cache.parts import StatePart
+from radixrt.kept_cache.parts import RowPart
 from tests.kept_cache.test_kept_cache import GREEDY, answers, cached, empty_pieces, prompts
 from tests.support.checkpoints import llama, qwen3_5, write
 from tests.support.interpreter import require_interpreter
@@ -42,9 +43,7 @@ def runtime_of(folder: Path, **options: Any) -> Runtime:
     """Slots and states that nobody has filled hold NaN."""
     defaults = {"device": torch.get_default_device(), "max_total_tokens": 600, "dtype": "float32"}
     runtime = Runtime(folder, **{**defaults, **options})
-    pool = runtime.parts.model.kv_pool
-    for buffer in (pool.buffer, *(() if pool.states is None else pool.states.parts)):
-        buffer.fill_(float("nan"))
+    runtime.parts.model.kv_pool.fill(float("nan"))
     return runtime
 
 
@@ -73,7 +72,7 @@ def contents(runtime: Runtime) -> dict[tuple[int, ...], list[torch.Tensor]]:
         stack += node.children.values()
         if node.state:
             tokens = np.concatenate([step.tokens for step in cache.tree.path(node)][::-1])
-            found[tuple(tokens.tolist())] = [part[:, node.state].cpu() for part in states.parts]
+            found[tuple(tokens.tolist())] = [memory[:, 0, node.state].cpu() for memory in states.memory.values()]
     return found
 
 
@@ -225,12 +224,14 @@ def test_parts_of_ranks(impl: Impl, on_host: bool, device: torch.device) -> None
     memory: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "pin_memory": on_gpu}
     whole = torch.randn(5, 3, 16, 3, **memory)  # rows of 8, 4 and 4 channels
     first, second = [8, 9, 12, 13], [10, 11, 14, 15]
+    of_model = Part("conv", 3, (16, 3), torch.float32, (8, 4, 4))
     cut = [[0, 1, *first], [2, 3, *first], [4, 5, *second], [6, 7, *second]]
     slots = np.array([3, 0, 1, 7, 2], np.int32)
     gathered = torch.full(whole.shape, torch.nan, **memory)
     for rank, channels in enumerate(cut):
         states, host = (torch.full((2, 8, 6, 3), torch.nan, device=at) for at in (device, "cpu"))
-        part = StatePart(states, host, impl, 3, (8, 4, 4), (2, 2, 2), Ranks(rank, 4), 1)
+        own = Part("conv", 2, (6, 3), torch.float32, (2, 2, 2))
+        part = RowPart(states.unsqueeze(1), host.unsqueeze(1), impl, of_model, own, Ranks(rank, 4), 1)
         assert part.row_shape == (3, 16, 3)
         part.scatter(whole, slots)
         for row, slot in enumerate(slots):

@@ -20,9 +20,10 @@ from safetensors.torch import load_file, save_file
 from layers.gated_delta_net import GatedDeltaNet
 from layers.stages import Stage
 from layers.weight import Weight
-from memory_pool.kv_layout import KVLayout, StateLayout
+from memory_pool.layout import Layout
 from memory_pool.req_to_token_pool import ReqToTokenPool
-from memory_pool.token_to_kv_pool import TokenToKVPool
+from memory_pool.state_pool import state_parts
+from memory_pool.token_to_kv_pool import TokenToKVPool, kv_part
 from radixrt import ModelError, ParameterError, Runtime, SamplingParams
 from radixrt.execution import memory_budget
 from radixrt.execution.memory_budget import largest_pass, pool_slots, pool_states
@@ -72,9 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_runtime(folder: Path, **options: Any) -> Runtime:
     """A Runtime whose unused slots and states hold NaN."""
     runtime = Runtime(folder, **{"device": "cpu", "max_total_tokens": 600, **options})
-    pool = runtime.parts.model.kv_pool
-    for buffer in (pool.buffer, pool.states.conv, pool.states.recurrent):
-        buffer.fill_(torch.nan)
+    runtime.parts.model.kv_pool.fill(torch.nan)
     return runtime
 
 
@@ -185,9 +184,8 @@ def runner_of(model: Decoder, *, captures: bool, late: bool = False) -> ModelRun
     rows = ReqToTokenPool(5, 64)
     pool = TokenToKVPool(200, model.kv_layout(torch.float32), num_states=12, device=CPU)
     assert pool.states is not None
-    pool.states.conv.fill_(torch.nan)
-    pool.states.recurrent.fill_(torch.nan)
-    pool.buffer[:, :, 0] = 0.0  # padding reads what it has written
+    pool.states.fill(torch.nan)
+    pool.memory["kv"][:, :, 0] = 0.0  # padding reads what it has written
     planner = planner_on_cpu(model.config, rows.req_to_token)
     tuning = Tuning(token_sizes=(8, 24), recorder=Recomputing, planner=planner)
     captured = PassLimits(5, 24) if captures else NO_PASSES
@@ -250,7 +248,7 @@ def test_a_wrong_state_changes_what_is_drawn(folder: Path) -> None:
 def test_the_largest_pass_needs_no_states(folder: Path) -> None:
     model = load_model(folder, device=CPU)[0]
     pool = TokenToKVPool(2, model.kv_layout(torch.float32), device=CPU)
-    pool.buffer.zero_()
+    pool.fill(0.0)
     runner = ModelRunner(model, ReqToTokenPool(5, 256), pool, CPU)
     assert runner.collect(runner.launch(largest_pass(PassLimits(4, 40), 256))).finite.all()
 
@@ -260,7 +258,7 @@ def test_kv_in_e4m3(folder: Path) -> None:
     with Runtime(folder, device="cpu", kv_dtype="fp8", max_total_tokens=300) as runtime:
         pool = runtime.parts.model.kv_pool
         assert pool.scales.shape == (1, 2, 2)
-        assert pool.states.conv.dtype == torch.float32
+        assert pool.states.memory["conv"].dtype == torch.float32
         assert [len(tokens) for tokens in answers(runtime, prompts(20, 5))] == [12, 12]
 
 
@@ -376,9 +374,9 @@ def test_words_along_outputs_are_refused(tmp_path: Path) -> None:
 
 def test_layouts(folder: Path) -> None:
     model, config = load_model(folder, device=CPU, dtype="bfloat16")
-    sizes = StateLayout(2, (32, 32, 32), 4, 4, 16, 8, torch.bfloat16)
-    assert model.kv_layout(torch.float8_e4m3fn) == KVLayout(1, 2, 16, torch.float8_e4m3fn, sizes)
-    assert sizes.bytes_per_state == 2 * (96 * 3 * 2 + 4 * 16 * 8 * 4)
+    sizes = state_parts(2, (32, 32, 32), 4, (4, 16, 8), torch.bfloat16)
+    assert model.kv_layout(torch.float8_e4m3fn) == Layout((kv_part(1, 2, 16, torch.float8_e4m3fn),), sizes)
+    assert Layout((), sizes).bytes_per_sequence == 2 * (96 * 3 * 2 + 4 * 16 * 8 * 4)
     assert config.keeps_states
     assert [config.place_of(layer, range(3)) for layer in range(3)] == [0, 0, 1]
     assert model.num_unlike_blocks == 2
@@ -393,9 +391,9 @@ def test_layouts_without_matrices(tmp_path: Path) -> None:
     first = {"full_attn_idxs": [1], "block_ff_dim": 48, "tie_embedding": True}
     file.write_text(json.dumps(given | first))
     model, config = load_model(tmp_path, device=CPU, dtype="bfloat16")
-    layout = model.kv_layout(torch.bfloat16)
-    assert layout == KVLayout(1, 2, 8, torch.bfloat16, StateLayout(2, (32,), 4, 0, 0, 0, torch.bfloat16))
-    assert layout.bytes_per_state == 2 * 32 * 3 * 2
+    layout, sizes = model.kv_layout(torch.bfloat16), state_parts(2, (32,), 4, (0, 0, 0), torch.bfloat16)
+    assert layout == Layout((kv_part(1, 2, 8, torch.bfloat16),), sizes)
+    assert layout.bytes_per_sequence == 2 * 32 * 3 * 2
     assert (config.intermediate_size, config.tie_word_embeddings) == (60, True)
 
 
@@ -417,27 +415,28 @@ def test_other_weights(folder: Path, tmp_path: Path) -> None:
 
 # --- memory ---
 
-LAYOUT = KVLayout(1, 2, 16, torch.float32, StateLayout(2, (32, 32, 32), 4, 4, 16, 8, torch.float32))
-SIZE = LAYOUT.bytes_per_state
+LAYOUT = Layout((kv_part(1, 2, 16, torch.float32),), state_parts(2, (32, 32, 32), 4, (4, 16, 8), torch.float32))
+SIZE = LAYOUT.bytes_per_sequence
 
 
 @pytest.mark.parametrize(("free", "count"), [(1000, 1 + 23 + 64), (52, 1 + 23 + 7), (24, 1 + 23 + 0)])
 def test_states_of_rows_and_some_that_are_kept(monkeypatch: pytest.MonkeyPatch, free: int, count: int) -> None:
     monkeypatch.setattr(memory_budget, "free_bytes", lambda device: 2 * free * SIZE)
     assert pool_states(CPU, LAYOUT, PassLimits(20, 64), 0.5) == count
-    assert pool_states(CPU, KVLayout(1, 2, 16, torch.float32), PassLimits(20, 64), 0.5) == 0
+    assert pool_states(CPU, Layout((kv_part(1, 2, 16, torch.float32),)), PassLimits(20, 64), 0.5) == 0
 
 
 def test_states_of_a_stage_whose_layers_keep_none(folder: Path) -> None:
     """As many as there may be in other stages, of no bytes."""
     model, config = load_model(folder, device=CPU, stage=Stage(1, 3))
     layout = model.kv_layout(torch.float32)
-    none = config.state_layout(0, torch.float32)
-    assert layout == KVLayout(1, 2, 16, torch.float32, none)
-    assert layout.bytes_per_state == 0
+    none = config.state_parts(0, torch.float32)
+    assert layout == Layout((kv_part(1, 2, 16, torch.float32),), none)
+    assert layout.bytes_per_sequence == 0
     assert pool_states(CPU, layout, PassLimits(100, 64), 0.5) == 1 + 113 + 100
     first = load_model(folder, device=CPU, stage=Stage(0, 3))[0].kv_layout(torch.float32)
-    assert (first.num_layers, first.bytes_per_token, first.states) == (0, 0, config.state_layout(1, torch.float32))
+    assert (first.tokens[0].num_layers, first.bytes_per_token) == (0, 0)
+    assert first.sequences == config.state_parts(1, torch.float32)
 
 
 def test_states_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -476,7 +475,7 @@ def test_a_runtime_has_them(folder: Path) -> None:
 def test_the_costs_that_plans_are_made_of(reference: tuple[Any, Path]) -> None:
     model, config = load_model(reference[1], device=CPU)
     shape, layout = shape_of(config), model.kv_layout(torch.float32)
-    assert (shape.kv_bytes, shape.state_bytes) == (layout.bytes_per_token, layout.bytes_per_state)
+    assert (shape.kv_bytes, shape.state_bytes) == (layout.bytes_per_token, layout.bytes_per_sequence)
     held = sum(weight.numel() * weight.itemsize for weight in model.parameters())
     embeddings = 0 if config.tie_word_embeddings else model.embedding.weight.nbytes
     assert shape.weight_bytes == pytest.approx(held - embeddings, rel=0.15)  # one has a dense layer
@@ -492,7 +491,7 @@ def test_states_are_refused_before_weights_are_read(folder: Path, monkeypatch: p
     """They would fit, were it not for the weights."""
     model, _ = load_model(folder, device=CPU)
     limits = PassLimits(20, 64)
-    states = (1 + limits.own_states) * model.kv_layout(torch.float32).bytes_per_state
+    states = (1 + limits.own_states) * model.kv_layout(torch.float32).bytes_per_sequence
     weights = sum(weight.nbytes for weight in model.parameters())
     monkeypatch.setattr(memory_budget, "free_bytes", lambda device: 4 * states + weights - 4)
     monkeypatch.setattr(loader, "_fill", lambda *_: pytest.fail("weights are read"))

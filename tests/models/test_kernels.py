@@ -41,8 +41,8 @@ class Pool:
     def __init__(self, model: Decoder, device: torch.device, *, e4m3: bool = False) -> None:
         config = model.config
         layout = model.kv_layout(torch.float32)
-        shape = (2, layout.num_layers, 16, config.num_kv_heads, config.head_dim)
-        self.states = None if layout.states is None else StatePool(2, layout.states, device=device)
+        shape = (2, layout.tokens[0].num_layers, 16, config.num_kv_heads, config.head_dim)
+        self.states = StatePool(2, layout.sequences, device=device) if layout.sequences else None
         self.kv = torch.full(shape, torch.nan, device=device).to(E4M3 if e4m3 else torch.float32)
         self.scales = torch.ones(2, config.num_kv_heads, device=device) / 16 if e4m3 else None
         if self.scales is not None:

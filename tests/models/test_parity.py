@@ -170,13 +170,12 @@ class Session:
         slots = torch.randperm(max_requests * max_len, generator=torch.Generator().manual_seed(0)) + 1
         self.req_to_token = slots.view(max_requests, max_len).int()
         layout = model.kv_layout(torch.float32)
-        shape = (2, layout.num_layers, slots.numel() + 1, config.num_kv_heads, config.head_dim)
+        shape = (2, layout.tokens[0].num_layers, slots.numel() + 1, config.num_kv_heads, config.head_dim)
         self.kv, self.states = torch.full(shape, torch.nan), None
         self._state_after: dict[tuple[int, ...], int] = {(): 0}
-        if layout.states is not None:
-            self.states = StatePool(32, layout.states, device=torch.get_default_device())
-            self.states.conv.fill_(torch.nan)
-            self.states.recurrent.fill_(torch.nan)
+        if layout.sequences:
+            self.states = StatePool(32, layout.sequences, device=torch.get_default_device())
+            self.states.fill(torch.nan)
 
     def view(self, layer_id: int, req_to_token: Tensor) -> KVView:
         return KVView(*self.kv[:, layer_id], req_to_token)

@@ -228,7 +228,8 @@ def test_what_a_rank_holds_of_a_delta_net(tmp_path: Path) -> None:
         down, gate = mixture + "shared.down.weight.values", mixture + "shared_gate.weight.values"
         assert torch.equal(own[down], everything[down].chunk(2, 1)[rank])
         assert torch.equal(own[gate], everything[gate])
-        assert part.kv_layout(torch.float32).bytes_per_state * 2 == config.kv_layout(torch.float32).bytes_per_state
+        own, whole = (each.kv_layout(torch.float32).bytes_per_sequence for each in (part, config))
+        assert own * 2 == whole
 
 
 def test_what_a_rank_holds_of_mamba2(tmp_path: Path) -> None:

@@ -447,8 +447,8 @@ def test_a_pool_that_does_not_hold_the_longest_request_is_refused() -> None:
 # -- work --------------------------------------------------------------------------------------------------
 
 H200 = DeviceSpeed(bandwidth=4.26e12, flops=790e12)
-QWEN3 = ModelShape(28, 1024, 3072, 16, 8, 128, 151936)
-LLAMA = ModelShape(32, 4096, 14336, 32, 8, 128, 128256)
+QWEN3 = ModelShape(28, 1024, 3072, 16, 8, 128, 151936, 114_688)
+LLAMA = ModelShape(32, 4096, 14336, 32, 8, 128, 128256, 131_072)
 
 # Seconds that the engine took on an H200, at both shapes: docs/lab-notebook/2026-11-22-five-lists.md.
 MEASURED = {
@@ -483,7 +483,7 @@ def wholly_cached(plan: BatchPlan) -> int:
 
 
 # One layer of 42 weights, a head of 10, KV of 8 bytes, 16 operations a pair of tokens: see test_workloads.
-TOY = ModelShape(1, 2, 3, 2, 1, 2, 5)
+TOY = ModelShape(1, 2, 3, 2, 1, 2, 5, 8)
 
 
 def test_work_of_two_prompts() -> None:

@@ -19,7 +19,7 @@ from tests.planning.test_batch_plan import SMALL
 from tests.support.plans import planned
 from tests.support.prompt_lists import prompt_lists
 
-SHAPE = ModelShape(4, 256, 1024, 8, 2, 32, 1000)
+SHAPE = ModelShape(4, 256, 1024, 8, 2, 32, 1000, 1_024)
 SPEED = DeviceSpeed(bandwidth=1e12, flops=1e14)
 LIMITS = RunLimits(pool_tokens=1 << 20, max_running_requests=16, chunked_prefill_size=2048)
 

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from memory_pool.kv_layout import KVLayout, StateLayout
+from memory_pool.layout import Layout
+from memory_pool.state_pool import state_parts
+from memory_pool.token_to_kv_pool import kv_part
 from radixrt.cache.states import FOR_FRESH
 from radixrt.cli import main
 from radixrt.config import RuntimeConfig
@@ -34,10 +36,10 @@ from tests.support.plans import planned
 from tests.support.runtimes import scheduled_runtime
 
 # Of eight layers, six keep states of 19.1 MB in all, and two keep KV of 4,096 bytes a token.
-LAYOUT = KVLayout(2, 4, 128, torch.bfloat16, StateLayout(6, (6144,), 4, 32, 128, 192, torch.bfloat16))
-SIZE = LAYOUT.bytes_per_state
-PLAIN = ModelShape(8, 1024, 4096, 8, 4, 128, 50_000)
-SHAPE = replace(PLAIN, recurrent=RecurrentLayers(6, 4_000_000, SIZE))
+LAYOUT = Layout((kv_part(2, 4, 128, torch.bfloat16),), state_parts(6, (6144,), 4, (32, 128, 192), torch.bfloat16))
+SIZE = LAYOUT.bytes_per_sequence
+PLAIN = ModelShape(8, 1024, 4096, 8, 4, 128, 50_000, 16_384)
+SHAPE = replace(PLAIN, kv_bytes=LAYOUT.bytes_per_token, recurrent=RecurrentLayers(6, 4_000_000, SIZE))
 CARD = Card("a card", 24e9, DeviceSpeed(1e12, 1e14))
 
 

@@ -89,8 +89,12 @@ def all_parts(runtime: Runtime) -> list[Any]:
 def poison(pools: list[Any]) -> None:
     """Let unused slots and states hold NaN."""
     for pool in pools:
-        for buffer in (pool.buffer, *pool.states.parts):
-            buffer.fill_(torch.nan)
+        pool.fill(torch.nan)
+
+
+def memory_of(states: Any) -> list[Tensor]:
+    """Each part `[num_layers, num_states, ...]`."""
+    return [memory[:, 0] for memory in states.memory.values()]
 
 
 def kept_states(runtime: Runtime, *, on_host: bool = False) -> dict[tuple[int, ...], int]:
@@ -123,7 +127,7 @@ def whole_states(
     for begin in reversed(range(0, len(parts), ranks)):  # ranks are counted from the last stage on
         stage = parts[begin : begin + ranks]
         sizes = conv_parts(stage[0].decoder.config)
-        pools = [pool_of(part).states.parts for part in stage]
+        pools = [memory_of(pool_of(part).states) for part in stage]
         own = zip(*(conv.split(sizes, dim=2) for conv, _ in pools), sizes, conv_parts(whole), strict=True)
         # Where together they have more than there is, neighbours have the same.
         conv = torch.cat([torch.cat(of[:: ranks * size // every], dim=2) for *of, size, every in own], dim=2)
@@ -155,7 +159,7 @@ def test_answers_and_states_are_those_of_one_rank(name: str, folders: dict[str, 
             both = [*(found.keys() & right.keys())]
             assert len(both) > 20
             for path in both:
-                for mine, theirs in zip(own, (layers.conv, layers.recurrent), strict=True):
+                for mine, theirs in zip(own, memory_of(layers), strict=True):
                     torch.testing.assert_close(mine[:, found[path]], theirs[:, right[path]], atol=1e-4, rtol=1e-4)
 
 
@@ -212,13 +216,13 @@ def test_each_rank_holds_its_part(
         assert several.parts.limits.num_states == 11 + 64 - last
         pools = [part.kv_pool for part in parts]
         for pool in pools:
-            assert pool.buffer.shape[2] == 801 - last - len(parts)
-            assert pool.states.conv.shape[1] == pool.states.recurrent.shape[1] == 1 + 11 + 64 - last
-            assert pool.states.conv.shape[2] == 96 // ranks
-            assert pool.states.recurrent.shape[2] == 4 // ranks
+            assert pool.memory["kv"].shape[2] == 801 - last - len(parts)
+            conv, recurrent = memory_of(pool.states)
+            assert conv.shape[1] == recurrent.shape[1] == 1 + 11 + 64 - last
+            assert (conv.shape[2], recurrent.shape[2]) == (96 // ranks, 4 // ranks)
         kinds = [kind.is_recurrent for kind in parts[0].decoder.config.attention]
-        assert sum(len(pool.states.conv) for pool in pools) == ranks * sum(kinds)
-        assert sum(len(pool.buffer) for pool in pools) == ranks * (len(kinds) - sum(kinds))
+        assert sum(len(pool.states.memory["conv"]) for pool in pools) == ranks * sum(kinds)
+        assert sum(len(pool.memory["kv"]) for pool in pools) == ranks * (len(kinds) - sum(kinds))
 
 
 def test_ranks_of_one_host_share_its_memory(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,11 +234,11 @@ def test_ranks_of_one_host_share_its_memory(folders: dict[str, Path], monkeypatc
     with staged(1, 2, model=folders["qwen3.5-moe"], **options) as both:
         layout = both.parts.model.decoder.kv_layout(torch.float32)
         share = both.parts.config.share_of_memory(on_gpu=False) / 2
-        sizes = layout.bytes_per_state, layout.bytes_per_token
+        sizes = layout.bytes_per_sequence, layout.bytes_per_token
         found = both.parts.limits.max_running_requests
         assert found == requests_with_states(64, int(share * free), *sizes) < 64
         assert found < requests_with_states(64, 2 * int(share * free), *sizes)
-        on_host = [(part.host_pool.buffer, *part.host_pool.states.parts) for part in all_parts(both)]
+        on_host = [part.host_pool.memory_of_all.values() for part in all_parts(both)]
         assert 9_900_000 < sum(memory.nbytes for memories in on_host for memory in memories) <= 10_000_000
 
 
@@ -255,7 +259,7 @@ class Alone:
 
 def states_of(runtime: Runtime) -> dict[tuple[int, ...], list[Tensor]]:
     """One rank's on the device, by the tokens that they are of."""
-    parts = runtime.parts.model.kv_pool.states.parts
+    parts = memory_of(runtime.parts.model.kv_pool.states)
     return {path: [part[:, at].clone() for part in parts] for path, at in kept_states(runtime).items()}
 
 
@@ -331,7 +335,7 @@ def test_states_go_to_the_host_and_back(
         one.load_cache(path)
         assert only_there
         assert only_there <= kept_states(one).keys()
-        assert check_states(kept_states(one), one.parts.model.kv_pool.states.parts, right) >= 10
+        assert check_states(kept_states(one), memory_of(one.parts.model.kv_pool.states), right) >= 10
         assert answers(one, ASKED, QUICK) == right.answers
 
 
@@ -382,7 +386,7 @@ def test_kept_caches_are_those_of_one_rank(
         one.flush_cache()
         poison([one.parts.model.kv_pool])
         one.load_cache(own)
-        assert check_states(kept_states(one), one.parts.model.kv_pool.states.parts, right) > 20
+        assert check_states(kept_states(one), memory_of(one.parts.model.kv_pool.states), right) > 20
         found = one.generate(ASKED, QUICK)
         assert [list(output.token_ids) for output in found] == right.answers
         assert sum(output.usage.cached_tokens for output in found) >= 0.9 * sum(right.cached)

@@ -229,7 +229,7 @@ def test_each_rank_holds_its_part(pipeline: Runtime) -> None:
     counts, heads = [0] * config.pipeline_parallel_size, 4 // config.tensor_parallel_size
     own = [pipeline.parts.model, *parts.values()]
     for part in own:
-        decoder, pool = part.decoder, part.kv_pool.buffer
+        decoder, pool = part.decoder, part.kv_pool.memory["kv"]
         counts[decoder.stage.index] += len(decoder.blocks)
         assert pool.shape[:4] == (len(decoder.blocks), 2, 801, heads)
         assert (len(decoder.layers), hasattr(decoder, "norm")) == (len(decoder.blocks), decoder.stage.is_last)

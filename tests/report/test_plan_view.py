@@ -36,7 +36,7 @@ from tests.support.plans import planned
 from tests.support.prompt_lists import prompt_lists
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "questions.jsonl"
-SHAPE = ModelShape(32, 4096, 14336, 32, 8, 128, 128256)
+SHAPE = ModelShape(32, 4096, 14336, 32, 8, 128, 128256, 131_072)
 H200 = DeviceSpeed(bandwidth=4.26e12, flops=790e12)
 
 

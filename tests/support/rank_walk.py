@@ -254,7 +254,7 @@ class RankWalk:
             pools.append(mover._host_pool)
         for pool, known, at, theirs in zip(pools, (on_device, on_host), (slots, host_slots), kv, strict=False):
             if known:
-                mine, others = pool.buffer[:, :, at], torch.from_numpy(theirs.view(np.float32).copy())
+                mine, others = pool.memory["kv"][:, :, at], torch.from_numpy(theirs.view(np.float32).copy())
                 self._compare_kv(known, torch.cat([mine, others], 3))
 
     def _known(self) -> tuple[list[tuple[list[int], Int32Array]], list[tuple[list[int], Int32Array]]]:
@@ -303,7 +303,7 @@ class RankWalk:
             match = tree.match(namespace, np.array(tokens, np.int32))
             assert match.length == len(tokens)
             slots = tree.slots_of(match.node)[len(tokens) - len(at) : len(tokens)]
-            right = self.alone.parts.model.kv_pool.buffer[:, :, slots]  # type: ignore[attr-defined]
+            right = self.alone.parts.model.kv_pool.memory["kv"][:, :, slots]  # type: ignore[attr-defined]
             found = kv[:, :, begin : begin + len(at)]
             assert torch.allclose(found, right, rtol=1e-3, atol=1e-3), tokens
             begin += len(at)

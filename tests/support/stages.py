@@ -158,7 +158,7 @@ def staged(stages: int, ranks: int = 1, *, captured: bool = False, **options: An
         model: Decoder, rows: Any, kv_pool: Any, *places: Any, captured: PassLimits = NO_PASSES, tree: bool = False
     ) -> ModelRunner:
         del captured
-        planner = planner_on_cpu(model.config, rows.req_to_token, kv_pool.buffer.dtype, tree=tree)
+        planner = planner_on_cpu(model.config, rows.req_to_token, kv_pool.dtype, tree=tree)
         tuning = Tuning(token_sizes=(16, 64), recorder=Recomputing, planner=planner)
         most = PassLimits(told["max_running_requests"], told["chunked_prefill_size"])
         return ModelRunner(model, rows, kv_pool, *places, captured=most, tree=tree, tuning=tuning)

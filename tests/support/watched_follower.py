@@ -20,9 +20,9 @@ class WatchedFollower(follower.Follower):
         (count, _), slots = message.body["look"], torch.from_numpy(message.numbers.copy())
         parts = self._parts
         tables = parts.rows.req_to_token, parts.runner.executor.req_to_token.numpy()
-        kv = [parts.kv_pool.buffer[:, :, slots[:count]]]
+        kv = [parts.kv_pool.memory["kv"][:, :, slots[:count]]]
         if parts.host_pool is not None:
-            kv.append(parts.host_pool.buffer[:, :, slots[count:]])
+            kv.append(parts.host_pool.memory["kv"][:, :, slots[count:]])
         words = [np.ascontiguousarray(each.numpy()).view(np.int32) for each in kv]
         shown = [*tables, *words]
         told = {"looked": [[*each.shape] for each in shown]}

@@ -18,7 +18,8 @@ from torch import Tensor
 
 import radixrt.ranks.rank
 import radixrt.verify.matrix
-from memory_pool.kv_layout import KVLayout
+from memory_pool.layout import Layout
+from memory_pool.token_to_kv_pool import kv_part
 from radixrt.assembly import LoadedModel
 from radixrt.config import RuntimeConfig
 from radixrt.engine.parts import Parts
@@ -236,7 +237,7 @@ def test_what_cannot_be_verified_is_refused(config: RuntimeConfig) -> None:
 def names(config: RuntimeConfig, *, count: int = 100, gpu: bool = False) -> list[str]:
     questions = [Question(line, torch.arange(9).int().numpy(), PARAMS) for line in range(count)]
     limits = PassLimits(512, 16384) if gpu else PassLimits(64, 2048)
-    layout = KVLayout(5, 2, 25, torch.bfloat16)
+    layout = Layout((kv_part(5, 2, 25, torch.bfloat16),))
     found = situations(config, questions, [0, 5], limits=limits, runs_kernels=gpu, captures=gpu, layout=layout)
     listed = [situation.name for situation in found]
     assert len({*listed}) == len(listed)

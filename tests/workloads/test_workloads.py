@@ -200,8 +200,8 @@ FIGURES = {
 }
 
 H200 = DeviceSpeed(bandwidth=4.26e12, flops=790e12)
-QWEN3 = ModelShape(28, 1024, 3072, 16, 8, 128, 151936)
-LLAMA = ModelShape(32, 4096, 14336, 32, 8, 128, 128256)
+QWEN3 = ModelShape(28, 1024, 3072, 16, 8, 128, 151936, 114_688)
+LLAMA = ModelShape(32, 4096, 14336, 32, 8, 128, 128256, 131_072)
 
 
 def prompt(prompt: Sequence[int], new_tokens: int) -> WorkloadPrompt:
@@ -269,7 +269,7 @@ def test_a_small_vocabulary() -> None:
 
 # One layer, hidden size 2, intermediate size 3, 2 heads and 1 KV head of size 2, 5 tokens: attention weights
 # 8 + 4 + 4 + 8, MLP 18, so 42; head 10; KV 4 values; attention 16 operations a pair of tokens.
-TOY = ModelShape(1, 2, 3, 2, 1, 2, 5)
+TOY = ModelShape(1, 2, 3, 2, 1, 2, 5, 8)
 E4M3 = replace(TOY, layers_in_e4m3=True)
 INT4 = replace(QWEN3, layers_in_int4=True)
 # All tokens go through a part of size 3, and through two of four experts of size 5, of 2 x 3 x 5 = 30 weights.
@@ -278,14 +278,13 @@ FAST = 1e30  # a speed that never is what limits
 
 
 def test_shape() -> None:
-    assert (TOY.layer_weights, TOY.head_weights, TOY.kv_bytes, TOY.attention_ops) == (42, 10, 8, 16)
+    assert (TOY.layer_weights, TOY.head_weights, TOY.attention_ops) == (42, 10, 16)
     assert (TOY.weight_bytes, TOY.layer_ops, TOY.weight_ops) == (2 * 52, 2 * 42, 2 * 52)
     assert (E4M3.weight_bytes, E4M3.layer_ops, E4M3.weight_ops) == (42 + 2 * 10, 42, 42 + 2 * 10)
     scales_and_zeros = INT4.layer_weights // 128 * (2 + 1)
     assert INT4.weight_bytes == INT4.layer_weights // 2 + scales_and_zeros + 2 * INT4.head_weights
-    assert (INT4.weight_ops, INT4.kv_bytes) == (QWEN3.weight_ops, QWEN3.kv_bytes)
-    assert (E4M3.kv_bytes, E4M3.attention_ops) == (8, 16)
-    assert replace(TOY, kv_in_e4m3=True).kv_bytes == 4
+    assert INT4.weight_ops == QWEN3.weight_ops
+    assert E4M3.attention_ops == 16
     assert (QWEN3.layer_weights + QWEN3.head_weights) == pytest.approx(0.596e9, rel=1e-3)  # 0.6B, as it is called
 
 
