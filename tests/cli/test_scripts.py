@@ -13,9 +13,7 @@ NAMES = sorted(path.name for path in SCRIPTS.glob("*.py") if path.name != "__ini
 PARTS = {"serving_clients.py": "bench_serving.py"}
 """Files that are no programs, and the program of which they are a part."""
 COMMANDS = {
-    "bench_kernels.py": "radixrt bench kernels",
     "bench_prefix_reuse.py": "radixrt bench prefix-reuse",
-    "bench_streams.py": "radixrt bench streams",
     "offline_batch.py": "radixrt batch",
 }
 """Files that are a command of `radixrt`."""
