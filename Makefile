@@ -70,7 +70,7 @@ bench-kernels: $(VENV)/.installed
 	$(QUIET) $(BIN)/python scripts/bench_kernels.py
 
 bench-throughput: $(VENV)/.installed
-	$(QUIET) $(BIN)/python scripts/bench_throughput.py --flat --no-prefix-cache --no-overlap --no-graphs --idle --step --start-up
+	$(QUIET) $(BIN)/radixrt bench throughput --flat --no-prefix-cache --no-overlap --no-graphs --idle --step --start-up
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check

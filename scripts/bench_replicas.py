@@ -26,7 +26,6 @@ from rich.console import Console
 from rich.table import Table
 
 from radixrt.bench.catalogue import SHAPES
-from radixrt.bench.pictures import TEXT, label_counts
 from radixrt.bench.report import figure_table
 from radixrt.bench.subject import model_of
 from radixrt.output import RequestOutput
@@ -40,6 +39,7 @@ from radixrt.sampling_params import SamplingParams
 from radixrt.workers.process import Process
 from radixrt.workloads.lists import WorkloadPrompt, docqa, fewshot, samples
 
+TEXT = "#767c84"  # legible on white and on GitHub's dark page
 QUESTIONS = {"fewshot": 20, "docqa": 250, "samples": 32}  # of a subject or document; answers of a prompt
 WARM_UP = 20  # times as short as the list
 Subject = Runtime | ReplicaGroup
@@ -190,9 +190,15 @@ def draw(records: Sequence[dict[str, Any]], output: Path) -> None:
                 speed_ups = [found[1] / found[count] for count in at]
                 style = "-o" if config == shapes[0] else "--s"
                 axes.plot(at, speed_ups, style, color=f"C{number}", linewidth=1.4, label=f"{config}, {name}")
-    label_counts(axes, cards, "cards", "times as fast as one", legend="upper left")
+    axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
+    axes.set_xticks(cards, list(map(str, cards)))
     axes.set_yticks(cards, list(map(str, cards)))
+    axes.set_xlabel("cards", color=TEXT)
+    axes.set_ylabel("times as fast as one", color=TEXT)
+    axes.tick_params(colors=TEXT)
+    axes.spines[:].set_color(TEXT)
+    axes.legend(loc="upper left", frameon=False, labelcolor=TEXT, fontsize=8)
     figure.savefig(output, format="png", dpi=110, transparent=True)
 
 

@@ -42,14 +42,13 @@ from radixrt.frontend.openai import COMPLETIONS
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.activity import Activity
-from radixrt.schedule.passes import Pass
+from radixrt.schedule.passes import Pass, PassResult
 from radixrt.server.app import Server
 from radixrt.server.run import Listener, listening_socket, switching_soon
 from radixrt.server.writers.writers import StreamWriters
 from radixrt.text.tokenizer import load_tokenizer
 from radixrt.workloads import lists
-from scripts.bench_form_host import Flight, SlowDevice
-from scripts.bench_host import host_runtime
+from scripts.bench_host import HostRunner, host_runtime
 
 LISTS = ("unshared", "fewshot", "docqa", "system_prompt")
 SMALL: dict[str, dict[str, Any]] = {  # sizes with --small
@@ -71,7 +70,7 @@ FEWEST = 10  # requests of a list
 GOAL = 0.95  # of what is offered
 
 # Of the device that only takes its time.
-LAUNCHES = {"launch forward": 0.0005, "launch draw": 0.0, "draw": 0.0}  # seconds; the first two are the host's
+LAUNCH_SECONDS = 0.0005  # of the host
 PIECES = 259, 300  # tokens that are pieces of words
 RELEASES = 10  # of the interpreter's lock in a launch
 
@@ -123,13 +122,45 @@ def prompts_of(name: str, count: int | None, *, small: bool) -> list[lists.Workl
 # --- the server ---
 
 
-class Device(SlowDevice):
-    """Draws pieces of words. Launches let other threads have the interpreter, as calls of a captured pass do."""
+@dataclass
+class Launched:
+    """A pass, and when the device will have computed it."""
 
-    def launch(self, pass_: Pass) -> Flight:  # type: ignore[override]
+    pass_: Pass
+    end: float
+
+
+@dataclass
+class Device(HostRunner):
+    """Takes `pass_seconds` for each pass, and draws pieces of words. A launch holds the interpreter for a while,
+    but first lets other threads have it, as calls of a captured pass do.
+    """
+
+    pass_seconds: float = 0.0
+    _prepared: Pass | None = None
+    _free_at: float = 0.0
+
+    def prepare(self, pass_: Pass) -> None:
+        assert self.builder is not None
+        self.builder.build(pass_)
+        self._prepared = pass_
+
+    def launch(self, pass_: Pass) -> Launched:  # type: ignore[override]
         for _ in range(RELEASES):
             time.sleep(0)
-        return super().launch(pass_)
+        if self._prepared is not pass_:
+            self.prepare(pass_)
+        self._prepared = None
+        end = time.perf_counter() + LAUNCH_SECONDS
+        while time.perf_counter() < end:
+            pass
+        self._free_at = max(self._free_at, time.perf_counter()) + self.pass_seconds
+        return Launched(pass_, self._free_at)
+
+    def collect(self, handle: object) -> PassResult:
+        assert isinstance(handle, Launched)
+        time.sleep(max(0.0, handle.end - time.perf_counter()))
+        return super().collect(handle.pass_)
 
     def draw(self, count: int) -> Int32Array:
         return self.rng.integers(*PIECES, count, np.int32)
@@ -140,7 +171,7 @@ def runtime_of(given: argparse.Namespace) -> Iterator[Runtime]:
     """Of random weights in a shape, or around a device that only takes its time."""
     with tempfile.TemporaryDirectory() as folder:
         if given.pass_ms is not None:
-            device = Device(seconds={**LAUNCHES, "forward": given.pass_ms / 1000})
+            device = Device(pass_seconds=given.pass_ms / 1000)
             runtime, _ = host_runtime(512, 4096, device, load_tokenizer(MODEL_PATH))
         else:
             write_shape(given.config, Path(folder))

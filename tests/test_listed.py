@@ -13,7 +13,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from radixrt import listed
-from radixrt.bench.streams import letters
 from radixrt.errors import ParameterError, PromptError
 from radixrt.frontend.arguments import Call
 from radixrt.frontend.request_builder import RequestBuilder
@@ -23,6 +22,7 @@ from radixrt.planning.token_store import TokenStore
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.request import Request
 from radixrt.text.tokenizer import Tokenizer
+from scripts.bench_streams import letters
 
 VOCAB_SIZE, CONTEXT, SLOTS = 100, 12, 14
 PARAMS: list[Any] = [

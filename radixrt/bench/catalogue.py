@@ -1,4 +1,4 @@
-"""What the benchmarks can measure: workloads and their sizes, shapes of models, groups of kernels.
+"""What the benchmarks can measure: workloads and their sizes, shapes of models.
 
 Nothing heavy is imported.
 """
@@ -380,26 +380,6 @@ ABLATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """By name: what it is, and options of the Runtime."""
 BASELINES = ("transformers", "vllm", "sglang")
-
-
-# -- kernels --------------------------------------------------------------------------------------------
-
-GROUPS = {
-    "decode": "one new token a request over its KV, slots scattered and consecutive (bound by bytes)",
-    "decode-fp8": "the same over KV in e4m3, compared with bf16 (bound by bytes)",
-    "tree": "decode over shared prefixes, read once, compared with flat attention (bound by bytes or products)",
-    "extend": "causal attention of new tokens over a prefix and themselves (bound by products, or by exp)",
-    "short-extend": "16 new tokens on a prefix of 32,768 (bound by bytes)",
-    "same-bits": "deterministic attention beside the other one: decode and extend (bound as these)",
-    "backward": "attention for training, forward and backward pass together (bound by products, or by exp)",
-    "elementwise": "norms, gated activations, rotary embedding and KV store (bound by bytes)",
-    "sampling": "draws, greedy choices and log-probabilities (bound by the bytes of the logits, once)",
-    "linear": "output projections of small batches, with the norm that follows (bound by bytes, or by products)",
-    "linear-fp8": "projections of weights in e4m3, with the quantisation of x (bound by bytes, or by products)",
-    "experts": "experts of gpt-oss 20b in MXFP4, compared with bf16 (bound by bytes, or by products)",
-    "kv_copy": "KV to and from pinned host memory (bound by the link) and within the pool",
-}
-"""By name: a description, in running order."""
 
 
 # -- options --------------------------------------------------------------------------------------------

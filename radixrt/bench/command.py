@@ -13,14 +13,12 @@ from radixrt.bench.catalogue import (
     ABLATIONS,
     BASELINES,
     CONFIGS,
-    GROUPS,
     LISTS,
     SCALES,
     SHAPES,
     WORKLOADS,
     size_table,
 )
-from radixrt.errors import ParameterError
 
 _OF_THE_COMMAND = ("run", "prints", "json", "plot", "verbose")  # not of the benchmarks
 
@@ -29,16 +27,13 @@ def add_bench_command(commands: Any) -> None:
     """Add `bench` to the subparsers of a command. `arguments.run(arguments)` runs it and returns the status."""
     bench = commands.add_parser(
         "bench",
-        help="measure prefix reuse, throughput and kernels",
+        help="measure prefix reuse and throughput",
         description="Reproducible benchmarks.",
         epilog="example: radixrt bench prefix-reuse --scale cpu",
     )
     benchmarks = bench.add_subparsers(metavar="BENCHMARK", required=True)
     _add_prefix_reuse(benchmarks)
-    _add_kept_prefixes(benchmarks)
     _add_throughput(benchmarks)
-    _add_kernels(benchmarks)
-    _add_streams(benchmarks)
 
 
 # -- what several benchmarks have -----------------------------------------------------------------------
@@ -65,8 +60,7 @@ def _add_benchmark(
         **texts,
     )
     parser.set_defaults(run=run)
-    if run not in (_kernels, _streams):  # they load no model
-        parser.add_argument("--verbose", action="store_true", help="tell on stderr what starting up takes")
+    parser.add_argument("--verbose", action="store_true", help="tell on stderr what starting up takes")
     return parser
 
 
@@ -171,57 +165,13 @@ def _prefix_reuse(arguments: argparse.Namespace) -> int:
     return run_benchmark(Options(**_given(arguments)), json_file=arguments.json, plot_file=arguments.plot)
 
 
-# -- kept-prefixes --------------------------------------------------------------------------------------
-
-_KEPT_PREFIXES = """\
-Ask about the same documents in several rounds. First with a KV pool that holds a quarter of them, without and with
-a host tier; then with a pool that holds them all, whose cache is saved; then in a second run that loads it.
-"""
-_KEPT_PREFIXES_EXAMPLES = f"""\
-examples:
-  radixrt bench kept-prefixes
-  radixrt bench kept-prefixes --config llama-3.1-8b --documents 24 --document-len 8192 --json out.json
-
-The saved cache needs as much disk as the documents' KV. Weights are random unless --model is given.
-{_STATUS}"""
-
-
-def _add_kept_prefixes(benchmarks: Any) -> None:
-    parser = _add_benchmark(
-        benchmarks,
-        "kept-prefixes",
-        _kept_prefixes,
-        help="documents beyond the KV pool, and documents of an earlier run",
-        description=_KEPT_PREFIXES,
-        epilog=_KEPT_PREFIXES_EXAMPLES,
-    )
-    option = parser.add_argument_group("workloads").add_argument
-    option("--documents", type=int, metavar="N", help="number of documents (12)")
-    option("--document-len", type=int, metavar="N", help="tokens of each (1024)")
-    option("--rounds", type=int, metavar="N", help="rounds of one question about every document (4)")
-    option("--seed", type=int, metavar="N", help="of the documents, the questions and the random weights (0)")
-
-    _add_model(parser, "tiny")
-
-    option = parser.add_argument_group("files").add_argument
-    option("--folder", type=Path, metavar="FOLDER", help="for the saved cache (that of temporary files)")
-    option("--json", help="write every round's figures", **_JSON)
-
-
-def _kept_prefixes(arguments: argparse.Namespace) -> int:
-    from radixrt.bench.kept_prefixes import Options, run_benchmark
-
-    return run_benchmark(Options(**_given(arguments)), json_file=arguments.json)
-
-
 # -- throughput -----------------------------------------------------------------------------------------
 
 _THROUGHPUT = """\
 Time one Runtime.generate call over each of sixteen lists of prompts, as ids or as texts, from an empty cache.
-Printed with each time: the roofline lower bound of the device and, on an NVIDIA H200, the goal of some lists. On
-request also, in the same run: the engine with parts switched off; vLLM, SGLang or transformers' continuous
-batching on the same lists; the device's idle time; the CPU's work in a decode step; a fresh process to its first
-token; and profiles.
+Printed with each time: the roofline lower bound of the device. On request also, in the same run: the engine with
+parts switched off; vLLM, SGLang or transformers' continuous batching on the same lists; the device's idle time;
+the CPU's work in a decode step; a fresh process to its first token; and profiles.
 """
 _THROUGHPUT_EXAMPLES = f"""\
 examples:
@@ -229,7 +179,7 @@ examples:
   radixrt bench throughput --config qwen3-0.6b --workload docqa --no-overlap --idle
   radixrt bench throughput --text --workload evaluation --baseline vllm --max-running-requests 512
   radixrt bench throughput --flat --no-prefix-cache --no-overlap --no-graphs --baseline transformers --idle \\
-      --step --start-up --json out.json --plot out.png --trace traces
+      --step --start-up --json out.json --trace traces
 
 Answers have fixed lengths and are drawn at temperature 0.6. A baseline runs in a process of its own, with random
 weights for the same shape; vLLM and SGLang with prefix caching and captured graphs. Its settings are printed. One
@@ -311,7 +261,6 @@ def _add_throughput(benchmarks: Any) -> None:
 
     option = parser.add_argument_group("files").add_argument
     option("--json", help="write every run's figures", **_JSON)
-    option("--plot", help=_PICTURE, **_PLOT)
     option("--trace", type=Path, metavar="FOLDER", help="write profiles of a prefill pass and of decode steps")
 
 
@@ -321,108 +270,4 @@ def _throughput(arguments: argparse.Namespace) -> int:
 
     given = _given(arguments)
     given["ablations"] = tuple(name for name in ABLATIONS if name in given.get("ablations", ()))
-    return run_benchmark(Options(**given), json_file=arguments.json, plot_file=arguments.plot)
-
-
-# -- kernels --------------------------------------------------------------------------------------------
-
-_KERNELS = """\
-Time every Triton kernel on an NVIDIA GPU at typical shapes, twice: called one by one with the L2 cache flushed,
-and in a captured graph. Every result is first compared with a reference. Printed with each time: the share of this
-card's bandwidth and arithmetic, both measured in the same run; the goal, and whether it is met; others' times on
-the same inputs: torch's SDPA, FlexAttention, torch.compile and, where installed, FlashInfer. Tree attention,
-with the engine's plans, is compared with flat attention; its plan's reads and cost are printed.
-"""
-_KERNELS_EXAMPLES = f"""\
-groups:
-{_lines(GROUPS.items())}
-
-examples:
-  radixrt bench kernels --json out.json --plot out.png
-  radixrt bench kernels --only decode --only 'extend/B=8*' --quick
-  radixrt bench kernels --only 'elementwise/*rms_norm*' --sweep
-  radixrt bench kernels --only tree --sweep --json tree.json
-  radixrt bench kernels --from tree.json --plot tree.png
-
-A case's name has its shape: B requests, L tokens each, or prefix+new ones; H=query/KV heads and D=head dimension
-where they are not 32/8 and 128. A pattern that matches nothing prints the names. An implementation that cannot run
-is shown as -, with the reason below the tables.
-
-exit status: 0 done; 1 one of our kernels failed or was wrong; 2 there is no GPU, or the options or a file cannot
-be used; 130 stopped by Ctrl-C, 143 by SIGTERM.
-"""
-
-
-def _add_kernels(benchmarks: Any) -> None:
-    parser = _add_benchmark(
-        benchmarks,
-        "kernels",
-        _kernels,
-        help="every kernel, its roofline and other libraries' kernels (needs an NVIDIA GPU)",
-        description=_KERNELS,
-        epilog=_KERNELS_EXAMPLES,
-    )
-
-    option = parser.add_argument_group("workloads").add_argument
-    option(
-        "--only",
-        action="append",
-        metavar="GROUP[/PATTERN]",
-        help="only these cases; * matches any text, ? any letter; may be repeated (all)",
-    )
-    option(
-        "--sweep",
-        action="store_true",
-        help="also other batches, lengths, head dimensions and sizes, without torch.compile (longer)",
-    )
-    option("--quick", action="store_true", help="shorter, and without torch.compile")
-
-    option = parser.add_argument_group("files").add_argument
-    option("--json", help="write every figure", **_JSON)
-    option("--plot", help=f"{_PICTURE}; for a sweep of tree alone, time against batch size", **_PLOT)
-    option(
-        "--from",
-        dest="records",
-        type=Path,
-        metavar="FILE",
-        help="measure nothing: --plot draws a file that --json wrote, on this machine or another",
-    )
-
-
-def _kernels(arguments: argparse.Namespace) -> int:
-    given = _given(arguments)
-    records = given.pop("records", None)
-    if records is not None:
-        if arguments.plot is None or arguments.json is not None or given.keys() - {"only"}:
-            raise ParameterError("--from measures nothing: give it --plot FILE.png and, if you like, --only")
-        from radixrt.bench.kernels.run import draw_records
-
-        draw_records(records, arguments.plot, **given)
-        return 0
-    from radixrt.bench.kernels.run import Options, run_benchmark
-
-    return run_benchmark(Options(**given), json_file=arguments.json, plot_file=arguments.plot)
-
-
-# -- streams --------------------------------------------------------------------------------------------
-
-_STREAMS = """\
-Run 1 to 256 streams at once, as tasks of an event loop and in threads, around passes that only take 20 ms. Prints
-passes, chunks, and the longest time in which the event loop did nothing else.
-"""
-
-
-def _add_streams(benchmarks: Any) -> None:
-    _add_benchmark(
-        benchmarks,
-        "streams",
-        _streams,
-        help="how evenly concurrent streams get their tokens, without a model",
-        description=_STREAMS,
-    )
-
-
-def _streams(arguments: argparse.Namespace) -> int:
-    from radixrt.bench.streams import run_benchmark
-
-    return run_benchmark()
+    return run_benchmark(Options(**given), json_file=arguments.json)

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from radixrt.batch.dispatch import Dispatch
 from radixrt.planning.shards import Pieces, Shards, cut_in_pieces, shards
-from scripts.simulate_replicas import LIMITS, LISTS, SHAPE, SPEED, simulated
+from tests.support.simulated_replicas import LIMITS, LISTS, SHAPE, SPEED, simulated
 
 
 @pytest.mark.long_unless(

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from radixrt.bench.kept_prefixes import NEXT, QUARTER, QUESTION_LEN, TIER, WHOLE, Options, measure
-from radixrt.cli import main
+from scripts.bench_kept_prefixes import NEXT, QUARTER, QUESTION_LEN, TIER, WHOLE, Options, main, measure
 
 SMALL = ["--documents", "8", "--document-len", "128", "--rounds", "3", "--device", "cpu"]
 
@@ -32,7 +31,7 @@ def test_tiers_and_yesterdays_cache_hit_what_a_small_pool_forgets() -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "out.json"
-    assert main(["bench", "kept-prefixes", *SMALL, "--folder", str(tmp_path), "--json", str(report)]) == 0
+    main([*SMALL, "--folder", str(tmp_path), "--json", str(report)])
     printed = capsys.readouterr().out
     for words in (QUARTER, TIER, WHOLE, NEXT, "saved in", "loaded in"):
         assert words in printed
@@ -54,5 +53,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_bad_options(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "kept-prefixes", *SMALL, *options]) == 2
+    with pytest.raises(SystemExit):
+        main([*SMALL, *options])
     assert words in capsys.readouterr().err

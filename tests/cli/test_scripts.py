@@ -10,16 +10,10 @@ import pytest
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 NAMES = sorted(path.name for path in SCRIPTS.glob("*.py") if path.name != "__init__.py")
-PARTS = {
-    "serving_clients.py": "bench_serving.py",
-    "state_rules.py": "compare_state_rules.py",
-}
+PARTS = {"serving_clients.py": "bench_serving.py"}
 """Files that are no programs, and the program of which they are a part."""
 COMMANDS = {
-    "bench_kernels.py": "radixrt bench kernels",
     "bench_prefix_reuse.py": "radixrt bench prefix-reuse",
-    "bench_streams.py": "radixrt bench streams",
-    "bench_throughput.py": "radixrt bench throughput",
     "offline_batch.py": "radixrt batch",
 }
 """Files that are a command of `radixrt`."""

@@ -25,7 +25,6 @@ import torch
 
 from radixrt import DeviceLostError, FinishReason, ParameterError, RadixrtError, RunLimits, Runtime
 from radixrt import SamplingParams as Params
-from radixrt.bench.streams import SlowRunner, letters
 from radixrt.engine import driver as driver_module
 from radixrt.engine.parts import Parts
 from radixrt.engine.wakers import WOKEN_AT_ONCE, Sleeper, Waker, wake_soon
@@ -36,6 +35,7 @@ from radixrt.schedule.answer import Answer
 from radixrt.schedule.passes import PassResult
 from radixrt.schedule.request import Request
 from radixrt.schedule.scheduler import Scheduler
+from scripts.bench_streams import SlowRunner, letters
 from tests.support.checkpoints import VOCAB_SIZE, llama, write
 
 pytestmark = pytest.mark.usefixtures("device")

@@ -13,12 +13,12 @@ import pytest
 
 from radixrt import DeviceLostError, PromptError, RadixrtError, RunLimits, Runtime
 from radixrt import SamplingParams as Params
-from radixrt.bench.streams import letters
 from radixrt.engine.live_stream import LiveStream
 from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.output import StreamChunk
 from radixrt.planning.simulated import ConstantRunner, simulated_parts
 from radixrt.schedule.passes import PassResult
+from scripts.bench_streams import letters
 
 TOKENS = 20
 PARAMS = Params(max_new_tokens=TOKENS, ignore_eos=True)

@@ -15,22 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixrt.execution.attention.flat import KernelShape
-from tests.support.attention_cases import plan_extends
-from triton_ops.activations.clamped_swiglu import clamped_swiglu
-from triton_ops.activations.gelu_and_mul import gelu_and_mul
-from triton_ops.activations.gelu_fast import gelu_fast
-from triton_ops.activations.gelu_new import gelu_new
+from scripts.kernels.attention import our_decode, our_extend, planned_decode, planned_extend
+from scripts.kernels.attention_inputs import AttentionInputs, AttentionShape
+from scripts.kernels.case import Source
+from scripts.kernels.elementwise import ACTIVATIONS, NORMS, SOFT_CAP, RowOperation
+from scripts.kernels.experts import ExpertShape, mix
 from triton_ops.activations.quantised_rows import quantise_rows
-from triton_ops.activations.silu_and_mul import quantised_silu_and_mul, silu_and_mul
-from triton_ops.activations.squared_relu import squared_relu
+from triton_ops.activations.silu_and_mul import quantised_silu_and_mul
 from triton_ops.attention.arguments import Scoring
 from triton_ops.attention.decode import decode_attention
-from triton_ops.attention.extend import Extends, extend_attention, extend_tile_tokens
+from triton_ops.attention.extend import extend_attention, extend_tile_tokens
 from triton_ops.attention.ordered import SUPERBLOCK, ordered_decode, ordered_extend
-from triton_ops.attention.plan import AttentionPlan, ExtendPlan, SharedItems
+from triton_ops.attention.plan import NOTHING_SHARED, AttentionPlan, ExtendPlan, SharedItems
 from triton_ops.attention.shared import shared_rows
-from triton_ops.attention.soft_cap import soft_cap
 from triton_ops.attention.training import attention_with_grad
 from triton_ops.e4m3 import E4M3, FIRST_CAPABILITY
 from triton_ops.implementation import GPU, cdiv, gpu_of, has_gluon
@@ -43,15 +40,11 @@ from triton_ops.linear.gated_linear import gated_linear
 from triton_ops.linear.int4_linear import dequantized_int4, int4_linear
 from triton_ops.linear.ordered_linear import ordered_linear
 from triton_ops.linear.split_k_linear import split_k_linear
-from triton_ops.moe.e4m3 import ScaledE4M3
 from triton_ops.moe.expert_tiles import expert_tiles
-from triton_ops.moe.moe import Matrices, moe
-from triton_ops.moe.mxfp4 import GROUP, Mxfp4, scales_of
-from triton_ops.moe.mxfp4_hopper import takes_words
+from triton_ops.moe.moe import moe
 from triton_ops.moe.topk_sigmoid import topk_sigmoid
 from triton_ops.moe.topk_softmax import topk_softmax
-from triton_ops.norms.layer_norm import add_layer_norm, layer_norm
-from triton_ops.norms.rms_norm import add_rms_norm, quantised_rms_norm, rms_norm, rms_norm_add
+from triton_ops.norms.rms_norm import add_rms_norm, quantised_rms_norm
 from triton_ops.ranks.peer_sum import PeerMemory, PeerSum
 from triton_ops.recurrent.causal_conv import causal_conv
 from triton_ops.recurrent.gated_delta import gated_delta
@@ -124,17 +117,18 @@ def kernel_cases() -> Iterator[KernelCase]:
 
 
 @dataclass(frozen=True)
-class AttentionShape:
-    """Requests of one length each, on a page table of their own."""
+class UnreadShape(AttentionShape):
+    """Requests of one length each, on 8 KV heads.
 
-    batch: int
-    prefix: int
-    extend: int
-    dtype: torch.dtype = torch.bfloat16
-    head_dim: int = 128
-    group: int = 4
+    `options` of `Scoring` by their names; `e4m3`: the pool is in it.
+    """
+
     options: tuple[str, ...] = ()
     e4m3: bool = False
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv_heads
 
     def __str__(self) -> str:
         words = [f"{self.batch} x ({self.prefix} + {self.extend})", SHORT_NAMES[self.dtype], f"d {self.head_dim}"]
@@ -144,28 +138,25 @@ class AttentionShape:
     def min_capability(self) -> int:
         return FIRST_CAPABILITY if self.e4m3 else 80
 
-    def kv(self) -> KVView:
-        """A pool of 8 KV heads."""
-        dtype = E4M3 if self.e4m3 else self.dtype
-        num_slots = self.batch * (self.prefix + self.extend) + 1
-        shape = (num_slots, 8, self.head_dim)
-        req_to_token = torch.arange(1, num_slots, dtype=torch.int32).view(self.batch, -1)
-        scales = (torch.empty(8), torch.empty(8)) if self.e4m3 else ()
-        return KVView(torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype), req_to_token, *scales)
-
-    def scoring(self) -> Scoring:
-        """With the options by their names."""
-        num_heads = 8 * self.group
+    def inputs(self) -> AttentionInputs:
+        """q, k and v are views of one packed projection, as a model has them."""
+        num_slots, heads = self.batch * self.length + 1, self.num_kv_heads
+        pool = torch.empty(2, num_slots, heads, self.head_dim, dtype=E4M3 if self.e4m3 else self.dtype)
+        scales = (torch.empty(heads), torch.empty(heads)) if self.e4m3 else ()
+        kv = KVView(*pool, torch.arange(1, num_slots, dtype=torch.int32).view(self.batch, -1), *scales)
+        sizes = [self.num_heads, heads, heads]
+        packed = torch.empty(self.batch * self.extend, sum(sizes), self.head_dim, dtype=self.dtype)
         values: dict[str, Any] = {
             "softcap": 30.0,
             "window": 1000,
-            "sinks": torch.empty(num_heads),
-            "alibi_slopes": torch.empty(num_heads),
+            "sinks": torch.empty(self.num_heads),
+            "alibi_slopes": torch.empty(self.num_heads),
         }
-        return Scoring(0.1, **{name: values[name] for name in self.options})
+        scoring = Scoring(0.1, **{name: values[name] for name in self.options})
+        return AttentionInputs(self, *packed.split(sizes, dim=1), kv, scoring)
 
 
-def _shapes(batch: int, prefix: int, extend: int) -> Iterator[tuple[AttentionShape, bool]]:
+def _shapes(batch: int, prefix: int, extend: int) -> Iterator[tuple[UnreadShape, bool]]:
     """What one kernel is compiled for, and whether it is one of the few."""
     for shape, few in _plain_shapes(batch, prefix, extend):
         yield shape, few
@@ -176,21 +167,21 @@ def _shapes(batch: int, prefix: int, extend: int) -> Iterator[tuple[AttentionSha
             yield replace(shape, e4m3=True), False
 
 
-def _plain_shapes(batch: int, prefix: int, extend: int) -> Iterator[tuple[AttentionShape, bool]]:
-    shape = partial(AttentionShape, batch, prefix, extend)
+def _plain_shapes(batch: int, prefix: int, extend: int) -> Iterator[tuple[UnreadShape, bool]]:
+    shape = partial(UnreadShape, batch, prefix, extend)
     for head_dim in HEAD_DIMS:
         for dtype in SHORT_NAMES:
-            yield shape(dtype, head_dim), dtype == torch.bfloat16 and head_dim in (80, 128, 256)
+            yield shape(dtype=dtype, head_dim=head_dim), dtype == torch.bfloat16 and head_dim in (80, 128, 256)
         softcap, window, sinks, alibi = (("softcap",), ("window",), ("sinks",), ("alibi_slopes",))
         for options in (softcap, softcap + window, sinks + window, alibi):
             yield shape(head_dim=head_dim, options=options), False
     for group in (1, 2, 7, 8, 16):
-        yield shape(group=group), False
-    yield shape(group=2, options=("softcap",)), False  # Gemma 2 27B, its layers without a window
+        yield shape(num_heads=8 * group), False
+    yield shape(num_heads=16, options=("softcap",)), False  # Gemma 2 27B, its layers without a window
     yield shape(head_dim=128, options=("softcap", "window", "sinks", "alibi_slopes")), True
 
 
-def _is_typical(shape: AttentionShape, *, or_dims: tuple[int, ...] = (), or_options: bool = False) -> bool:
+def _is_typical(shape: UnreadShape, *, or_dims: tuple[int, ...] = (), or_options: bool = False) -> bool:
     """Heads of 128 without options; over the model's own dtype heads of `or_dims` and, if so, options are, too."""
     if shape.head_dim == 128 and not shape.options:
         return True
@@ -211,23 +202,16 @@ def _extend_cases() -> Iterator[KernelCase]:
                 yield KernelCase(extend_attention, name, call, few, wgmma, shape.min_capability)
 
 
-def _extend_without_gluon(shape: AttentionShape) -> None:
+def _extend_without_gluon(shape: UnreadShape) -> None:
     with patch("triton_ops.attention.extend_hopper.has_gluon", return_value=False):
         _extend(shape)
 
 
-def _extend(shape: AttentionShape, shares: bool = False) -> None:
-    """q, k and v are views of one packed projection, as a model has them. `shares`: all have the same prefix."""
-    counts = np.full(shape.batch, shape.extend, np.int32)
-    prefix, num_tokens = np.full_like(counts, shape.prefix), shape.batch * shape.extend
-    starts = np.arange(shape.batch, dtype=np.int32) * shape.extend
-    shared: dict[str, Any] = {"tail_starts": prefix, "shared": _all_share(shape, num_tokens)} if shares else {}
-    plan = plan_extends(_kernel_shape(shape), prefix, counts, sliding_window=shape.scoring().window, **shared)
-    packed = torch.empty(num_tokens, 8 * (shape.group + 2), shape.head_dim, dtype=shape.dtype)
-    q, k, v = packed.split([8 * shape.group, 8, 8], dim=1)
-    rows = np.arange(shape.batch, dtype=np.int32)
-    extends = Extends(*map(torch.from_numpy, (rows, prefix, starts, counts)))
-    extend_attention(q, k, v, shape.kv(), extends, plan.to(q.device), shape.scoring(), impl="triton")
+def _extend(shape: UnreadShape, shares: bool = False) -> None:
+    """`shares`: all have the same prefix."""
+    inputs = shape.inputs()
+    shared = _all_share(shape, len(inputs.q)) if shares else NOTHING_SHARED
+    our_extend(inputs, shared=shared).run()
 
 
 def _decode_cases() -> Iterator[KernelCase]:
@@ -240,25 +224,13 @@ def _decode_cases() -> Iterator[KernelCase]:
             )
 
 
-def _decode(shape: AttentionShape) -> None:
-    q = torch.empty(shape.batch, 8 * (shape.group + 2), shape.head_dim, dtype=shape.dtype)[:, : 8 * shape.group]
-    seq_lens, scoring = [shape.prefix + shape.extend] * shape.batch, shape.scoring()
-    plan = AttentionPlan.flat(
-        range(shape.batch),
-        seq_lens,
-        max_item_len=_kernel_shape(shape).decode_item_len(np.array(seq_lens, np.int32)),
-        sliding_window=scoring.window,
-    )
-    decode_attention(q, shape.kv(), plan.to(q.device), scoring, impl="triton")
-
-
-def _kernel_shape(shape: AttentionShape) -> KernelShape:
-    return KernelShape(gpu_of(torch.get_default_device()), 8 * shape.group, 8, shape.head_dim, shape.dtype)
+def _decode(shape: UnreadShape) -> None:
+    our_decode(shape.inputs()).run()
 
 
 def _tree_cases() -> Iterator[KernelCase]:
     """Requests that share a prefix."""
-    seen: set[AttentionShape] = set()
+    seen: set[UnreadShape] = set()
     for windowed, few in _shapes(64, 1024, 128):
         # There are no shared items in layers with windows.
         options = tuple(name for name in windowed.options if name != "window")
@@ -274,71 +246,62 @@ def _tree_cases() -> Iterator[KernelCase]:
                 yield KernelCase(extend_attention, f"tree {extends}", call, False, wgmma, least)
 
 
-def _tree(shape: AttentionShape) -> None:
-    q = torch.empty(shape.batch, 8 * shape.group, shape.head_dim, dtype=shape.dtype)
-    rows = np.arange(shape.batch, dtype=np.int32)
-    tails = np.full_like(rows, shape.prefix)
-    plan = AttentionPlan.tree(rows, tails + shape.extend, tails, _all_share(shape, shape.batch))
-    decode_attention(q, shape.kv(), plan.to(q.device), shape.scoring(), impl="triton")
+def _tree(shape: UnreadShape) -> None:
+    decodes, tails = replace(shape, prefix=shape.length - 1, extend=1), shape.each(shape.prefix)
+    plan = AttentionPlan.tree(shape.rows, shape.each(shape.length), tails, _all_share(shape, shape.batch))
+    planned_decode(decodes.inputs(), plan).run()
 
 
 def _ordered_attention_cases() -> Iterator[KernelCase]:
     """Deterministic attention, which is not over e4m3: decodes whole, cut, and with shared prefixes."""
     for batch, prefix, extend in ((4, 1024, 512), (4, 1024, 16), (4, 4000, 1), (64, 1000, 1)):
-        shape = partial(AttentionShape, batch, prefix, extend)
+        shape = partial(UnreadShape, batch, prefix, extend)
         for head_dim in HEAD_DIMS:
             for dtype in (torch.bfloat16, torch.float32):
                 few = dtype == torch.bfloat16 and head_dim == 128 and (extend, batch) in ((512, 4), (1, 64))
-                yield _ordered_case(shape(dtype, head_dim), few=few)
+                yield _ordered_case(shape(dtype=dtype, head_dim=head_dim), few=few)
         for options in (("softcap", "window"), ("sinks",), ("alibi_slopes",)):
             yield _ordered_case(shape(options=options), few=False)
         for group in (1, 2, 7, 8, 16):
-            yield _ordered_case(shape(group=group), few=False)
+            yield _ordered_case(shape(num_heads=8 * group), few=False)
 
 
-def _ordered_case(shape: AttentionShape, *, few: bool) -> KernelCase:
+def _ordered_case(shape: UnreadShape, *, few: bool) -> KernelCase:
     wgmma = shape.extend * shape.group >= 64 and shape.dtype != torch.float32
     if shape.extend > 1:
         return KernelCase(ordered_extend, str(shape), partial(_ordered_extend, shape), few, wgmma)
     return KernelCase(ordered_decode, str(shape), partial(_ordered_decode, shape), few, False)
 
 
-def _ordered_extend(shape: AttentionShape) -> None:
-    counts = np.full(shape.batch, shape.extend, np.int32)
-    starts = np.arange(shape.batch, dtype=np.int32) * shape.extend
-    numbers = (np.arange(shape.batch, dtype=np.int32), np.full_like(counts, shape.prefix), starts, counts)
-    q = torch.empty(int(counts.sum()), 8 * (shape.group + 2), shape.head_dim, dtype=shape.dtype)
-    extends, scoring = Extends(*map(torch.from_numpy, numbers)), shape.scoring()
-    plan = None
-    if shape.extend * shape.group <= SHORT_ROWS and scoring.window is None:
-        tile_tokens = extend_tile_tokens(
-            gpu_of(torch.get_default_device()), shape.head_dim, shape.group, shape.dtype, short=True
-        )
+def _ordered_extend(shape: UnreadShape) -> None:
+    inputs, plan, prefix = shape.inputs(), None, shape.each(shape.prefix)
+    if shape.extend * shape.group <= SHORT_ROWS and inputs.scoring.window is None:
+        gpu = gpu_of(torch.get_default_device())
         plan = ExtendPlan.of_extends(
-            *numbers[1:],
-            tile_tokens=tile_tokens,
-            tail_starts=numbers[1] // 16 * 16,
-            shared=_all_share(shape, len(q)),
+            prefix,
+            shape.rows * shape.extend,
+            shape.each(shape.extend),
+            tile_tokens=extend_tile_tokens(gpu, shape.head_dim, shape.group, shape.dtype, short=True),
+            tail_starts=prefix // 16 * 16,
+            shared=_all_share(shape, len(inputs.q)),
             superblock=SUPERBLOCK,
-        ).to(q.device)
-    ordered_extend(q[:, : 8 * shape.group], shape.kv(), extends, plan, scoring, impl="triton")
-
-
-def _ordered_decode(shape: AttentionShape) -> None:
-    """Many requests share what they can, few are cut."""
-    rows = np.arange(shape.batch, dtype=np.int32)
-    lens, scoring = np.full_like(rows, shape.prefix + 1), shape.scoring()
-    if shape.batch > 4 and scoring.window is None:
-        plan = AttentionPlan.tree(
-            rows, lens, lens // 16 * 16, _all_share(shape, shape.batch), superblock=SUPERBLOCK
         )
+    planned_extend(inputs, plan, deterministic=True).run()
+
+
+def _ordered_decode(shape: UnreadShape) -> None:
+    """Many requests share what they can, few are cut."""
+    inputs, rows, lens = shape.inputs(), shape.rows, shape.each(shape.length)
+    window = inputs.scoring.window
+    if shape.batch > 4 and window is None:
+        shared = _all_share(shape, shape.batch)
+        plan = AttentionPlan.tree(rows, lens, lens // 16 * 16, shared, superblock=SUPERBLOCK)
     else:
-        plan = AttentionPlan.flat(rows, lens, max_item_len=1, sliding_window=scoring.window, superblock=SUPERBLOCK)
-    q = torch.empty(shape.batch, 8 * shape.group, shape.head_dim, dtype=shape.dtype)
-    ordered_decode(q, shape.kv(), torch.from_numpy(rows), plan.to(q.device), scoring, impl="triton")
+        plan = AttentionPlan.flat(rows, lens, max_item_len=1, sliding_window=window, superblock=SUPERBLOCK)
+    planned_decode(inputs, plan, deterministic=True).run()
 
 
-def _all_share(shape: AttentionShape, num_rows: int) -> SharedItems:
+def _all_share(shape: UnreadShape, num_rows: int) -> SharedItems:
     """A prefix that all query rows read."""
     rows = np.arange(num_rows, dtype=np.int32)
     most = shared_rows(gpu_of(torch.get_default_device()), shape.head_dim, shape.group, shape.dtype)
@@ -381,50 +344,18 @@ def _elementwise_cases() -> Iterator[KernelCase]:
 
 
 def _row_cases(shape: tuple[int, int], dtype: torch.dtype, few: bool) -> Iterator[KernelCase]:
-    num_tokens, size = shape
+    sizes = f"{shape[0]} x {shape[1]}, {SHORT_NAMES[dtype]}"
+    for operation in (*NORMS, *ACTIVATIONS, SOFT_CAP):
+
+        def call(operation: RowOperation = operation) -> None:
+            operation.op(*operation.arguments(*shape, dtype, Source()), **operation.options, impl="triton")
+
+        words = [sizes, *(f"{name} {value}" for name, value in operation.options.items())]
+        yield KernelCase(operation.op, ", ".join(words), call, few)
     empty = partial(torch.empty, dtype=dtype)
-
-    def case(op: Callable[..., object], make: Callable[[], tuple[Any, ...]], **keywords: Any) -> KernelCase:
-        words = [f"{num_tokens} x {size}", SHORT_NAMES[dtype], *(f"{name} {v}" for name, v in keywords.items())]
-        return KernelCase(op, ", ".join(words), lambda: op(*make(), **keywords, impl="triton"), few)
-
-    def row() -> tuple[Any, ...]:
-        return (empty(shape),)
-
-    def weighted() -> tuple[Any, ...]:
-        return empty(shape), empty(size)
-
-    def added() -> tuple[Any, ...]:
-        return empty(shape), empty(shape), empty(size)
-
-    def biased() -> tuple[Any, ...]:
-        return empty(shape), empty(size), empty(size)
-
-    def added_biased() -> tuple[Any, ...]:
-        return empty(shape), empty(shape), empty(size), empty(size)
-
-    def gate_up() -> tuple[Any, ...]:
-        return (empty(num_tokens, 2 * size),)
-
-    yield case(rms_norm, weighted, eps=1e-5)
-    yield case(add_rms_norm, added, eps=1e-5)
-    yield case(rms_norm, weighted, eps=1e-5, offset=1.0)
-    yield case(add_rms_norm, added, eps=1e-5, offset=0.0)
-    name = f"{num_tokens} x {size}, {SHORT_NAMES[dtype]}, a norm before, offset 1.0"
-    options: dict[str, Any] = {"offset": 1.0, "impl": "triton"}
-    yield KernelCase(add_rms_norm, name, lambda: add_rms_norm(*added(), 1e-5, before=empty(size), **options), few)
-    yield case(rms_norm_add, added, eps=1e-5, offset=0.0)
-    yield case(layer_norm, weighted, bias=None, eps=1e-5)
-    yield case(layer_norm, biased, eps=1e-5)
-    yield case(add_layer_norm, added_biased, eps=1e-5)
-    yield case(silu_and_mul, gate_up)
-    yield case(clamped_swiglu, gate_up)
-    yield case(gelu_and_mul, gate_up, approximate="none")
-    yield case(gelu_and_mul, gate_up, approximate="tanh")
-    yield case(gelu_new, row)
-    yield case(gelu_fast, row)
-    yield case(squared_relu, row)
-    yield case(soft_cap, row, cap=30.0)
+    before = partial(add_rms_norm, before=empty(shape[1]), offset=1.0, impl="triton")
+    call = partial(before, empty(shape), empty(shape), empty(shape[1]), 1e-5)
+    yield KernelCase(add_rms_norm, f"{sizes}, a norm before, offset 1.0", call, few)
 
 
 def _head_cases(shape: tuple[int, int, int], dtype: torch.dtype) -> Iterator[KernelCase]:
@@ -624,118 +555,76 @@ def _e4m3_cases() -> Iterator[KernelCase]:
 # --- experts ---
 
 
-@dataclass(frozen=True)
-class ExpertShape:
-    """`num_tokens` tokens that choose `top_k` of the experts each; `has_bias` and `is_mxfp4` as
-    gpt-oss has them.
-    """
+def expert_words(shape: ExpertShape) -> str:
+    sizes = f"{shape.top_k} of {shape.num_experts} experts, {shape.hidden_size} x {shape.inner_size}"
+    own = ", bias" * shape.has_bias + f", {shape.stored}" * (shape.stored != "dense")
+    return f"{shape.num_tokens} tokens, {sizes}, {SHORT_NAMES[shape.dtype]}{own}"
 
-    num_tokens: int
-    num_experts: int
-    top_k: int
-    hidden_size: int
-    inner_size: int
-    dtype: torch.dtype
-    has_bias: bool = False
-    is_mxfp4: bool = False
-    blocks: bool | None = None  # in e4m3, with scales of blocks or of rows; None: not in e4m3
 
-    def __str__(self) -> str:
-        sizes = f"{self.top_k} of {self.num_experts} experts, {self.hidden_size} x {self.inner_size}"
-        own = ", bias" * self.has_bias + ", MXFP4" * self.is_mxfp4
-        own += {None: "", False: ", e4m3", True: ", e4m3 in blocks"}[self.blocks]
-        return f"{self.num_tokens} tokens, {sizes}, {SHORT_NAMES[self.dtype]}{own}"
+def run_experts(shape: ExpertShape, parts_ok: bool = False) -> None:
+    mix(shape.inputs(Source()), parts_ok=parts_ok, impl="triton")
 
-    def _matrices(self, size: int, inner: int) -> Matrices:
-        if self.blocks is not None:
-            scales = (size, inner) if not self.blocks else (cdiv(size, 128), cdiv(inner, 128))
-            scale = torch.empty(self.num_experts, *scales[: 1 + self.blocks])
-            return ScaledE4M3(torch.empty(self.num_experts, size, inner, dtype=E4M3), scale)
-        shape = self.num_experts, size, inner // GROUP
-        if self.is_mxfp4:
-            in_words = takes_words(gpu_of(torch.device("cpu")), self.dtype)
-            scales = *shape[:2], scales_of(shape[2], in_words)
-            parts = (torch.empty(sizes, dtype=torch.uint8) for sizes in ((*shape, GROUP // 2), scales))
-            return Mxfp4(*parts, in_words)
-        return torch.empty(self.num_experts, size, inner, dtype=self.dtype)
 
-    def moe(self, parts_ok: bool = False) -> None:
-        empty = partial(torch.empty, dtype=self.dtype)
-        own: dict[str, Any] = {}
-        if self.has_bias:
-            own = {
-                "gate_up_bias": empty(self.num_experts, 2 * self.inner_size),
-                "down_bias": empty(self.num_experts, self.hidden_size),
-                "activation": clamped_swiglu,
-            }
-        moe(
-            empty(self.num_tokens, self.hidden_size),
-            torch.empty(self.num_tokens, self.top_k),
-            torch.arange(self.top_k).repeat(self.num_tokens, 1),
-            self._matrices(2 * self.inner_size, self.hidden_size),
-            self._matrices(self.hidden_size, self.inner_size),
-            **own,
-            parts_ok=parts_ok,
-            impl="triton",
-        )
+def _tile_experts(shape: ExpertShape) -> None:
+    experts = torch.arange(shape.top_k).repeat(shape.num_tokens, 1)
+    expert_tiles(experts, shape.num_experts, 16, impl="triton")
 
-    def expert_tiles(self) -> None:
-        experts = torch.arange(self.top_k).repeat(self.num_tokens, 1)
-        expert_tiles(experts, self.num_experts, 16, impl="triton")
 
-    def topk_softmax(self, renormalize: bool) -> None:
-        logits = torch.empty(self.num_tokens, self.num_experts, dtype=self.dtype)
-        topk_softmax(logits, self.top_k, renormalize=renormalize, impl="triton")
-
-    def topk_sigmoid(self, renormalize: bool) -> None:
-        logits = torch.empty(self.num_tokens, self.num_experts)
-        correction = torch.empty(self.num_experts)
-        topk_sigmoid(logits, correction, self.top_k, renormalize=renormalize, factor=2.5, impl="triton")
+def route(shape: ExpertShape, op: Callable[..., object], renormalize: bool) -> None:
+    """Choose experts by `topk_softmax`, or by `topk_sigmoid`, whose logits are float32 in any model."""
+    logits = torch.empty(shape.num_tokens, shape.num_experts, dtype=shape.dtype)
+    if op is topk_softmax:
+        topk_softmax(logits, shape.top_k, renormalize=renormalize, impl="triton")
+    else:
+        correction, options = torch.empty(shape.num_experts), {"renormalize": renormalize, "factor": 2.5}
+        topk_sigmoid(logits.float(), correction, shape.top_k, **options, impl="triton")
 
 
 def _e4m3_expert_cases() -> Iterator[KernelCase]:
     """Qwen3-MoE's, and of sizes that are multiples of nothing."""
-    for blocks in (False, True):
+    for stored in ("e4m3", "e4m3 in blocks"):
         for sizes in ((128, 8, 2048, 768), (5, 3, 264, 136)):
             for num_tokens in (1, 64, 512, 1024, 4096):
-                shape = ExpertShape(num_tokens, *sizes, torch.bfloat16, blocks=blocks)
+                shape = ExpertShape(num_tokens, *sizes, stored=stored)
                 few = sizes[0] == 128 and num_tokens in (64, 4096)
                 wgmma = num_tokens * shape.top_k >= 64 * shape.num_experts
-                yield KernelCase(moe, str(shape), shape.moe, few, wgmma, min_capability=FIRST_CAPABILITY)
+                name, call = expert_words(shape), partial(run_experts, shape)
+                yield KernelCase(moe, name, call, few, wgmma, min_capability=FIRST_CAPABILITY)
 
 
 def _expert_cases() -> Iterator[KernelCase]:
     """Mixtral's experts, Qwen3-MoE's, gpt-oss', and some whose sizes are multiples of nothing."""
     for dtype in SHORT_NAMES:
-        for *sizes, is_mxfp4 in (
-            (8, 2, 4096, 14_336, False),
-            (128, 8, 2048, 768, False),
-            (32, 4, 2880, 2880, False),
-            (32, 4, 2880, 2880, True),
-            (5, 3, 40, 24, False),
+        for *sizes, stored in (
+            (8, 2, 4096, 14_336, "dense"),
+            (128, 8, 2048, 768, "dense"),
+            (32, 4, 2880, 2880, "dense"),
+            (32, 4, 2880, 2880, "mxfp4"),
+            (5, 3, 40, 24, "dense"),
         ):
             for num_tokens in (1, 64, 256, 512, 4096):
-                shape = ExpertShape(num_tokens, *sizes, dtype, has_bias=sizes[0] in (32, 5), is_mxfp4=is_mxfp4)
-                shown = (64, 512) if is_mxfp4 else {8: (4096,), 128: (64,)}.get(sizes[0], ())
+                shape = ExpertShape(num_tokens, *sizes, dtype, has_bias=sizes[0] in (32, 5), stored=stored)
+                name = expert_words(shape)
+                shown = (64, 512) if stored == "mxfp4" else {8: (4096,), 128: (64,)}.get(sizes[0], ())
                 few = dtype == torch.bfloat16 and num_tokens in shown
                 # A tile takes about as many rows as an expert has.
-                many_rows = is_mxfp4 or num_tokens * shape.top_k >= 64 * shape.num_experts
+                many_rows = stored == "mxfp4" or num_tokens * shape.top_k >= 64 * shape.num_experts
                 wgmma = many_rows and dtype != torch.float32 and shape.hidden_size >= 64
-                yield KernelCase(moe, str(shape), shape.moe, few, wgmma)
+                yield KernelCase(moe, name, partial(run_experts, shape), few, wgmma)
                 if num_tokens <= MAX_PART_TOKENS:
-                    yield KernelCase(moe, f"{shape}, parts", partial(shape.moe, True), few, wgmma)
+                    yield KernelCase(moe, f"{name}, parts", partial(run_experts, shape, True), few, wgmma)
                 if dtype == torch.bfloat16:  # of integers
-                    yield KernelCase(expert_tiles, str(shape), shape.expert_tiles, few)
-                for renormalize in (False, True):
-                    name = f"{shape}, renormalize {renormalize}"
-                    call = partial(shape.topk_softmax, renormalize)
-                    yield KernelCase(topk_softmax, name, call, few and renormalize)
-                    if dtype == torch.bfloat16:  # its logits are float32 in any model
-                        call = partial(shape.topk_sigmoid, renormalize)
-                        yield KernelCase(topk_sigmoid, name, call, few and renormalize)
+                    yield KernelCase(expert_tiles, name, partial(_tile_experts, shape), few)
+                for op, renormalize in product((topk_softmax, topk_sigmoid), (False, True)):
+                    if op is topk_softmax or dtype == torch.bfloat16:
+                        call = partial(route, shape, op, renormalize)
+                        yield KernelCase(op, f"{name}, renormalize {renormalize}", call, few and renormalize)
 
 
 # --- sampling ---
+
+
+ALL_FILTERS = ("top_ks", "top_ps", "min_ps")
 
 
 @dataclass(frozen=True)
@@ -749,96 +638,45 @@ class LogitsShape:
     def __str__(self) -> str:
         return f"{self.num_rows} x {self.vocab_size}, {SHORT_NAMES[self.dtype]}"
 
-    def logits(self) -> Tensor:
-        return torch.empty(self.num_rows, self.vocab_size, dtype=self.dtype)
+    def cases(self, few: bool = False) -> Iterator[KernelCase]:
+        """Each operation on them, some with several options."""
+        each = partial(torch.empty, self.num_rows)
+        ints, floats, flags = each(dtype=torch.int32), each(dtype=torch.float32), each(dtype=torch.bool)
+        bitmasks = torch.empty(self.num_rows, cdiv(self.vocab_size, 32), dtype=torch.int32)
 
-    def each(self, dtype: torch.dtype) -> Tensor:
-        """A number for each row."""
-        return torch.empty(self.num_rows, dtype=dtype)
+        def case(
+            op: Callable[..., object], *given: Any, words: Any = (), few: bool = few, **named: Any
+        ) -> KernelCase:
+            def call() -> None:
+                op(torch.empty(self.num_rows, self.vocab_size, dtype=self.dtype), *given, **named, impl="triton")
 
-    def sample(self, *filters: str) -> None:
-        given = {name: self.each(torch.int32 if name == "top_ks" else torch.float32) for name in filters}
-        sample(
-            self.logits(),
-            temperatures=self.each(torch.float32),
-            seeds=self.each(torch.int64),
-            sample_indices=self.each(torch.int32),
-            positions=self.each(torch.int32),
-            finite=self.each(torch.bool),
-            impl="triton",
-            **given,
-        )
+            return KernelCase(op, ", ".join([str(self), *words]), call, few)
 
-    def filtered_logits(self, *filters: str) -> None:
-        given = {name: self.each(torch.int32 if name == "top_ks" else torch.float32) for name in filters}
-        filtered_logits(self.logits(), temperatures=self.each(torch.float32), impl="triton", **given)
-
-    def greedy(self) -> None:
-        greedy(self.logits(), finite=self.each(torch.bool), impl="triton")
-
-    def finite_rows(self) -> None:
-        finite_rows(self.logits(), impl="triton")
-
-    def token_logprobs(self, num_top: int) -> None:
-        token_logprobs(self.logits(), self.each(torch.int32), num_top, impl="triton")
-
-    def apply_penalties(self) -> None:
-        pairs, penalties = (self.each(torch.int32),) * 3, self.each(torch.float32)
-        apply_penalties(
-            self.logits(),
-            *pairs,
-            repetition=penalties,
-            presence=penalties,
-            frequency=penalties,
-            impl="triton",
-        )
-
-    def add_bias(self) -> None:
-        pairs = self.each(torch.int32), self.each(torch.int32)
-        add_bias(self.logits(), *pairs, self.each(torch.float32), impl="triton")
-
-    def ban_tokens(self) -> None:
-        pairs = self.each(torch.int32), self.each(torch.int32)
-        ban_tokens(self.logits(), *pairs, self.each(torch.bool), impl="triton")
-
-    def keep_only(self) -> None:
-        pairs = self.each(torch.int32), self.each(torch.int32)
-        keep_only(self.logits(), *pairs, self.each(torch.bool), impl="triton")
-
-    def apply_bitmask(self) -> None:
-        bitmask = torch.empty(self.num_rows, -(-self.vocab_size // 32), dtype=torch.int32)
-        apply_bitmask(self.logits(), bitmask, impl="triton")
-
-    def mask_rows(self) -> None:
-        bitmasks = torch.empty(self.num_rows, -(-self.vocab_size // 32), dtype=torch.int32)
-        mask_rows(self.logits(), self.each(torch.int32), bitmasks, impl="triton")
+        drawn = {"seeds": each(dtype=torch.int64), "sample_indices": ints, "positions": ints, "finite": flags}
+        for filters in ((), ("top_ks",), ("top_ps",), ("top_ks", "top_ps"), ALL_FILTERS):
+            named = {"temperatures": floats} | {name: ints if name == "top_ks" else floats for name in filters}
+            is_few = few and len(filters) in (0, 3)
+            yield case(sample, words=filters, few=is_few, **named, **drawn)
+            if len(filters) in (0, 3):
+                yield case(filtered_logits, words=filters, **named)
+        yield case(greedy, finite=flags)
+        yield case(finite_rows)
+        for num_top in (0, 5, 20):
+            yield case(token_logprobs, ints, num_top, words=[f"top {num_top}"], few=few and num_top == 5)
+        penalties = dict.fromkeys(("repetition", "presence", "frequency"), floats)
+        yield case(apply_penalties, ints, ints, ints, **penalties)
+        yield case(add_bias, ints, ints, floats)
+        yield case(ban_tokens, ints, ints, flags)
+        yield case(keep_only, ints, ints, flags)
+        yield case(apply_bitmask, bitmasks)
+        yield case(mask_rows, ints, bitmasks)
 
 
 def _sampling_cases() -> Iterator[KernelCase]:
     """Vocabularies of Qwen, Llama 3 and Llama 2, and one that is a multiple of nothing."""
-    for dtype in SHORT_NAMES:
-        for vocab_size in (151_936, 128_256, 32_000, 50_257):
-            shape = LogitsShape(512, vocab_size, dtype)
-            few = vocab_size == 151_936 and dtype == torch.bfloat16
-            for filters in ((), ("top_ks",), ("top_ps",), ("top_ks", "top_ps"), ("top_ks", "top_ps", "min_ps")):
-                name = ", ".join([str(shape), *filters])
-                yield KernelCase(sample, name, partial(shape.sample, *filters), few and len(filters) in (0, 3))
-            for filters in ((), ("top_ks", "top_ps", "min_ps")):
-                name = ", ".join([str(shape), *filters])
-                yield KernelCase(filtered_logits, name, partial(shape.filtered_logits, *filters), few)
-            yield KernelCase(greedy, str(shape), shape.greedy, few)
-            yield KernelCase(finite_rows, str(shape), shape.finite_rows, few)
-            for num_top in (0, 5, 20):
-                name = f"{shape}, top {num_top}"
-                yield KernelCase(
-                    token_logprobs, name, partial(shape.token_logprobs, num_top), few and num_top == 5
-                )
-            yield KernelCase(apply_penalties, str(shape), shape.apply_penalties, few)
-            yield KernelCase(add_bias, str(shape), shape.add_bias, few)
-            yield KernelCase(ban_tokens, str(shape), shape.ban_tokens, few)
-            yield KernelCase(keep_only, str(shape), shape.keep_only, few)
-            yield KernelCase(apply_bitmask, str(shape), shape.apply_bitmask, few)
-            yield KernelCase(mask_rows, str(shape), shape.mask_rows, few)
+    for dtype, vocab_size in product(SHORT_NAMES, (151_936, 128_256, 32_000, 50_257)):
+        few = vocab_size == 151_936 and dtype == torch.bfloat16
+        yield from LogitsShape(512, vocab_size, dtype).cases(few)
 
 
 # --- KV movement ---

@@ -22,22 +22,25 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
+from scripts.kernels.experts import ExpertShape
 from tests.support.compile_kernels import Recorder, Variant
-from tests.support.kernel_cases import ExpertShape, KernelCase, LogitsShape
+from tests.support.kernel_cases import KernelCase, LogitsShape, route, run_experts
 from triton_ops.activations.gelu_and_mul import gelu_and_mul
 from triton_ops.activations.silu_and_mul import silu_and_mul
 from triton_ops.attention.soft_cap import soft_cap
 from triton_ops.implementation import GPU
 from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, qk_norm_rope_store
 from triton_ops.kv.view import KVView
+from triton_ops.moe.topk_sigmoid import topk_sigmoid
+from triton_ops.moe.topk_softmax import topk_softmax
 from triton_ops.norms.rms_norm import add_rms_norm, rms_norm, rms_norm_add
 from triton_ops.recurrent.causal_conv import causal_conv
 from triton_ops.recurrent.gated_delta import gated_delta
 from triton_ops.recurrent.gated_rms_norm import gated_rms_norm, gated_squares
 from triton_ops.recurrent.rows import StateRows
+from triton_ops.sampling.logprobs import token_logprobs
 
 COUNTS = (1, 2, 3, 15, 16, 17, 64, 511, 512)
-FILTERS = ("top_ks", "top_ps", "min_ps")
 
 
 def calls(count: int) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -57,18 +60,13 @@ def calls(count: int) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "rms_norm of heads", partial(rms_norm, heads, bf16(512), 1e-6, impl="triton")
     yield "qk_norm_rope_store", partial(prepare_heads, count)
     for vocab_size in (151_936, 50_257):
-        logits = LogitsShape(count, vocab_size, torch.bfloat16)
-        yield f"sample {vocab_size}", logits.sample
-        yield f"sample, filtered {vocab_size}", partial(logits.sample, *FILTERS)
-        yield f"filtered_logits {vocab_size}", partial(logits.filtered_logits, *FILTERS)
-        yield f"greedy {vocab_size}", logits.greedy
-        yield f"token_logprobs {vocab_size}", partial(logits.token_logprobs, 5)
-        yield f"apply_penalties {vocab_size}", logits.apply_penalties
-        yield f"finite_rows {vocab_size}", logits.finite_rows
-    experts = ExpertShape(count, 128, 8, 2048, 768, torch.bfloat16)
-    yield "topk_softmax", partial(experts.topk_softmax, True)
-    yield "topk_sigmoid", partial(experts.topk_sigmoid, True)
-    yield "experts", experts.moe
+        logits, seen = LogitsShape(count, vocab_size, torch.bfloat16), f"{count} x "
+        for case in logits.cases():
+            yield str(case).replace(seen, ""), case.call
+    experts = ExpertShape(count, 128, 8, 2048, 768)
+    yield "topk_softmax", partial(route, experts, topk_softmax, True)
+    yield "topk_sigmoid", partial(route, experts, topk_sigmoid, True)
+    yield "experts", partial(run_experts, experts)
     heads = bf16(count, 32, 128)
     yield "gated_rms_norm", partial(gated_rms_norm, heads, heads, bf16(128), 1e-6, impl="triton")
     yield "gated_squares", partial(gated_squares, heads, heads, 256, impl="triton")
@@ -146,10 +144,8 @@ def launches_change_no_code() -> bool:
 
 
 def logprob_sums(dtype: torch.dtype) -> list[list[str]]:
-    recorder, logits = Recorder(GPU(90, 132)), LogitsShape(64, 151_936, dtype)
-    for num_top in (0, 1, 20):
-        call = partial(logits.token_logprobs, num_top)
-        recorder.record([KernelCase(call, f"top {num_top}", call)])
+    recorder = Recorder(GPU(90, 132))
+    recorder.record(case for case in LogitsShape(64, 151_936, dtype).cases() if case.op is token_logprobs)
     blocks = [variant for variant in recorder.variants.values() if variant.source.fn.__name__ == "_block_kernel"]
     return [_float_sums(variant) for variant in blocks]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -222,9 +223,10 @@ def test_kernels_are_the_same_at_all_numbers_of_rows() -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     several = {name: kernels for name, kernels in found["variants"].items() if kernels}
+    filtered = [name for name in found["variants"] if re.match("sample: .*, top_", name)]
+    assert len(filtered) == 8
     assert several == {
-        "sample, filtered 151936": ["_candidates_kernel"],
-        "sample, filtered 50257": ["_candidates_kernel"],
+        **{name: ["_candidates_kernel"] for name in filtered},
         "experts": ["_expert_product_kernel", "_expert_tiles_kernel"],
     }
     assert found["launches change no code"]

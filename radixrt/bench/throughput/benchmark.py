@@ -1,4 +1,4 @@
-"""The throughput benchmark: shape after shape, as tables, JSON and a picture."""
+"""The throughput benchmark: shape after shape, as tables and JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from radixrt.bench.subject import (
     usual_tokenizer,
 )
 from radixrt.bench.throughput.engine_process import EngineProcess, check_installed
-from radixrt.bench.throughput.figures import BaselineEngine, ShapeFigures, WorkloadFigures, goal_of
+from radixrt.bench.throughput.figures import BaselineEngine, ShapeFigures, WorkloadFigures
 from radixrt.bench.throughput.options import Options
 from radixrt.bench.throughput.passes import (
     busy_seconds,
@@ -52,14 +52,14 @@ from radixrt.workloads.texts import as_texts
 _WIDTH = 125  # of the tables without a terminal
 
 
-def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file: Path | None = None) -> int:
+def run_benchmark(options: Options, *, json_file: Path | None = None) -> int:
     """Measure, print, and write the requested files. Returns 0, even if the baseline fails.
 
     Raises:
         RadixrtError: a Runtime cannot be made, or a list does not fit; or a file cannot be written or the baseline
             is not installed, which is found before anything runs.
     """
-    check_files(json_file, plot_file)
+    check_files(json_file)
     check_installed(options.baseline)
     console = wide_console(_WIDTH)
     named = ", ".join(f"{name} (random weights)" for name in options.subjects if name is not None)
@@ -71,7 +71,7 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
     console.print(told(environment))
     if options.scale == "full" and choose_device(options.device).type == "cpu":
         print("radixrt: these sizes are for a GPU; --scale cpu has sizes for a CPU", file=sys.stderr)
-    shapes = [_shape_figures(config, options, environment["device"]) for config in options.subjects]
+    shapes = [_shape_figures(config, options) for config in options.subjects]
     with tqdm(total=_parts(options), unit=" runs", file=sys.stderr) as bar:
 
         def done(part: str) -> None:
@@ -92,25 +92,18 @@ def run_benchmark(options: Options, *, json_file: Path | None = None, plot_file:
                 if options.start_up:
                     measurement.measure_start_up()
                     with tqdm.external_write_mode():
-                        print_start_up(figures, console, environment["device"])
+                        print_start_up(figures, console)
         if options.baseline is not None:
             for figures in shapes:  # after all our own measurements, which a failure there cannot touch
                 with _measurement(figures, options, done) as measurement:
                     measurement.measure_baseline(options.baseline)
     for figures in shapes:
         print_comparison(figures, console)
-    if plot_file is not None:
-        from radixrt.bench.throughput.plot import plot_figures  # matplotlib is an extra
-
-        plot_figures(shapes, plot_file, title=f"Throughput on {environment['device']}")
     return 0
 
 
-def _shape_figures(config: str | None, options: Options, device_name: str) -> ShapeFigures:
-    name = options.model or f"{config} (random weights)"
-    goals = {workload: goal_of(config, workload, device_name) for workload in options.workloads}
-    has_goals = options.num_cards == 1 and options.in_bf16 and not options.text
-    workloads = [WorkloadFigures(w, goal if has_goals else None) for w, goal in goals.items()]
+def _shape_figures(config: str | None, options: Options) -> ShapeFigures:
+    name, workloads = options.model or f"{config} (random weights)", list(map(WorkloadFigures, options.workloads))
     return ShapeFigures(config, name, workloads, tokenizer=_tokenizer_of(config, options))
 
 

@@ -1,11 +1,10 @@
-"""Figures of a shape: times of its workloads, goals, and optional measurements."""
+"""Figures of a shape: times of its workloads, and optional measurements."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from radixrt.bench.kernels.goals import CARD
 from radixrt.bench.run import Runs
 from radixrt.workloads.lists import VOCAB_SIZE
 
@@ -105,7 +104,6 @@ class WorkloadFigures:
     """One workload at one shape. Figures not measured are empty or None.
 
     Attributes:
-        goal: how many times its bound it may take.
         runs: a run for each repetition.
         ablated: by name, the same with a part of the engine switched off.
         idle_share: 0 to 1, of the seconds of one more run, in which the device did nothing.
@@ -114,25 +112,12 @@ class WorkloadFigures:
     """
 
     workload: str
-    goal: float | None
     runs: Runs = field(default_factory=Runs)
     ablated: dict[str, Runs] = field(default_factory=dict)
     idle_share: float | None = None
     baseline: BaselineRun | None = None
     from_ids: Runs = field(default_factory=Runs)
     list_tokens: int = 0
-
-    @property
-    def goal_seconds(self) -> float | None:
-        """The longest time that meets the goal; median."""
-        bound = self.runs.bound_seconds
-        return None if self.goal is None or bound is None else self.goal * bound
-
-    @property
-    def is_met(self) -> bool | None:
-        """Whether the goal is met; None without a goal or a bound."""
-        times = self.runs.times_bound  # each repetition has its own list
-        return None if self.goal is None or times is None else times <= self.goal
 
     def to_dict(self) -> dict[str, Any]:
         """Medians and each run as JSON values."""
@@ -148,8 +133,6 @@ class WorkloadFigures:
         return {
             "workload": self.workload,
             **{name: getattr(self.runs, name) for name in names},
-            "goal_seconds": self.goal_seconds,
-            "is_met": self.is_met,
             "idle_share": self.idle_share,
             "runs": self.runs.to_json(),
             "ablations": {
@@ -212,41 +195,3 @@ class ShapeFigures:
             "profiles": [asdict(profile) for profile in self.profiles],
             "baseline": None if self.baseline is None else asdict(self.baseline),
         }
-
-
-# Goals of the engine on an NVIDIA H200 in bf16, by shape and workload: multiples of the bound of the same list.
-GOALS = {
-    ("qwen3-0.6b", "unshared"): 1.2,
-    ("qwen3-0.6b", "fewshot"): 1.8,
-    ("qwen3-0.6b", "docqa"): 1.9,
-    ("qwen3-0.6b", "system_prompt"): 1.6,
-    ("qwen3-0.6b", "samples"): 1.4,
-    ("qwen3-0.6b", "judging"): 2.0,
-    ("qwen3-0.6b", "documents"): 2.2,
-    ("qwen3-0.6b", "rollouts"): 1.5,
-    ("qwen3-0.6b", "classification"): 1.6,
-    ("qwen3-0.6b", "alone"): 1.8,
-    ("llama-3.1-8b", "unshared"): 1.22,
-    ("llama-3.1-8b", "fewshot"): 1.22,
-    ("llama-3.1-8b", "docqa"): 1.4,
-    ("llama-3.1-8b", "system_prompt"): 1.35,
-    ("llama-3.1-8b", "samples"): 1.45,
-    ("llama-3.1-8b", "judging"): 1.35,
-    ("llama-3.1-8b", "documents"): 1.4,
-    ("llama-3.1-8b", "rollouts"): 1.3,
-}
-
-START_UP_SHAPE = "qwen3-0.6b"
-COLD_SECONDS, WARM_SECONDS, GRAPH_SECONDS = 60.0, 15.0, 6.0  # of a process to its first token, of graphs alone
-STEP_SECONDS = 1e-3  # of the CPU in a decode step of STEP_REQUESTS
-STEP_REQUESTS = 512
-
-
-def holds_for(device_name: str) -> bool:
-    """Whether the goals were set for this device."""
-    return device_name.startswith(CARD)
-
-
-def goal_of(config: str | None, workload: str, device_name: str) -> float | None:
-    """The multiple of its bound that a workload may take at a shape on a device; None without a goal."""
-    return GOALS.get((config or "", workload)) if holds_for(device_name) else None

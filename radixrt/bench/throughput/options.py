@@ -95,11 +95,6 @@ class Options:
         return self.tp * self.pp
 
     @property
-    def in_bf16(self) -> bool:
-        """Whether weights and KV are in the dtype that the goals are for, where that is the shape's."""
-        return self.quantization is None and self.kv_dtype == "auto"
-
-    @property
     def subjects(self) -> tuple[str | None, ...]:
         """The shapes; (None,) for a model."""
         return (None,) if self.model is not None else self.configs or CONFIGS[self.scale]

@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from radixrt.bench.run import TEMPERATURE
-from radixrt.bench.throughput.figures import STEP_REQUESTS, KernelCost, Profile, StepTime
+from radixrt.bench.throughput.figures import KernelCost, Profile, StepTime
 from radixrt.cache.radix_tree import Tokens
 from radixrt.errors import RadixrtError
 from radixrt.runtime import Runtime
@@ -26,6 +26,7 @@ from radixrt.workloads.lists import WorkloadPrompt
 T = TypeVar("T")
 
 TIMED_STEPS, WARM_STEPS = 100, 20
+STEP_REQUESTS = 512
 PREFILLS_BEFORE, DECODES_PROFILED = 2, 5
 NEW_TOKENS = 512  # of each request: more than measured steps
 PROMPT_LEN = 32  # where only decode steps matter

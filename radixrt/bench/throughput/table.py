@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -10,19 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from radixrt.bench.report import figure_table
-from radixrt.bench.throughput.figures import (
-    COLD_SECONDS,
-    GRAPH_SECONDS,
-    START_UP_SHAPE,
-    STEP_REQUESTS,
-    STEP_SECONDS,
-    WARM_SECONDS,
-    BaselineRun,
-    Profile,
-    ShapeFigures,
-    StartUp,
-    holds_for,
-)
+from radixrt.bench.throughput.figures import BaselineRun, Profile, ShapeFigures, StartUp
 
 KERNELS_SHOWN = 16
 _NAME_LEN = 70  # of a kernel
@@ -31,14 +18,12 @@ _CAPTION = (
     "all/s: prompt tokens too. best: the best possible hit rate. bound: roofline lower bound of this device, in "
     "seconds. idle: share of one more run, under the profiler, in which the device did nothing."
 )
-_MET = {True: "[green]met[/]", False: "[red]missed[/]", None: ""}
 
 
 def print_workloads(figures: ShapeFigures, console: Console) -> None:
-    """Print one workload a line, with its bound and goal."""
-    has_goals = any(workload.goal is not None for workload in figures.workloads)
+    """Print one workload a line, with its bound."""
     columns = "requests", "s", "out/s", "all/s", "hit\nrate", "best", "bound\ns", "x bound", "% of\nbound", "idle"
-    table = figure_table(figures.name, "workload", *columns, *(("goal", "") if has_goals else ()))
+    table = figure_table(figures.name, "workload", *columns)
     for workload in figures.workloads:
         runs, times = workload.runs, workload.runs.times_bound
         table.add_row(
@@ -53,11 +38,6 @@ def print_workloads(figures: ShapeFigures, console: Console) -> None:
             "-" if times is None else f"x{times:.2f}",
             "-" if times is None else f"{100 / times:.0f}",
             "-" if workload.idle_share is None else f"{workload.idle_share:.1%}",
-            *(
-                ("" if workload.goal is None else f"x{workload.goal:g}", _MET[workload.is_met])
-                if has_goals
-                else ()
-            ),
         )
     console.print(table)
     console.print(_CAPTION, style="dim")
@@ -110,11 +90,9 @@ def print_details(figures: ShapeFigures, console: Console, device_name: str) -> 
     """Print the CPU's work in a step, and the profiles."""
     step = figures.step
     if step is not None:
-        goal, computed = "", ", the pass itself included" if device_name.startswith("CPU") else ""
-        if holds_for(device_name) and step.requests == STEP_REQUESTS:
-            goal = _limit(step.cpu_seconds, STEP_SECONDS)
+        computed = ", the pass itself included" if device_name.startswith("CPU") else ""
         console.print(
-            f"decode step of {step.requests} requests: CPU {1e3 * step.cpu_seconds:.2f} ms{goal} (planning "
+            f"decode step of {step.requests} requests: CPU {1e3 * step.cpu_seconds:.2f} ms (planning "
             f"{1e3 * step.planning:.2f}, launching {1e3 * step.launching:.2f}{computed}), then waiting "
             f"{1e3 * step.waiting:.2f} ms"
         )
@@ -122,27 +100,19 @@ def print_details(figures: ShapeFigures, console: Console, device_name: str) -> 
         _print_profile(profile, console)
 
 
-def print_start_up(figures: ShapeFigures, console: Console, device_name: str) -> None:
+def print_start_up(figures: ShapeFigures, console: Console) -> None:
     """Print the start-up of a process, with and without compiled kernels on the disk."""
-    has_goals = holds_for(device_name) and figures.config == START_UP_SHAPE
     if figures.cold is not None:
-        limits = {"total": COLD_SECONDS} if has_goals else {}
-        console.print(f"start-up without compiled kernels: {_start_up(figures.cold, limits)}")
+        console.print(f"start-up without compiled kernels: {_start_up(figures.cold)}")
     if figures.warm is not None:
-        limits = {"total": WARM_SECONDS, "graphs": GRAPH_SECONDS} if has_goals else {}
-        console.print(f"start-up with compiled kernels on the disk: {_start_up(figures.warm, limits)}")
+        console.print(f"start-up with compiled kernels on the disk: {_start_up(figures.warm)}")
 
 
-def _start_up(start: StartUp, limits: Mapping[str, float]) -> str:
-    """`limits` are seconds, of "total" and of the Runtime's parts."""
-
-    def goal(name: str, seconds: float) -> str:
-        return _limit(seconds, limits[name]) if name in limits else ""
-
+def _start_up(start: StartUp) -> str:
     # The Runtime's own total comes before its parts.
-    parts = [f"{name} {s:.2f}{goal(name, s)}" for name, s in start.parts.items() if name != "total"]
+    parts = [f"{name} {seconds:.2f}" for name, seconds in start.parts.items() if name != "total"]
     return (
-        f"{start.total:.2f} s to the first token{goal('total', start.total)}: imports {start.imports:.2f}, "
+        f"{start.total:.2f} s to the first token: imports {start.imports:.2f}, "
         f"Runtime {start.runtime:.2f} ({', '.join(parts)}), token {start.first_token:.2f}"
     )
 
@@ -164,11 +134,6 @@ def _print_profile(profile: Profile, console: Console) -> None:
             escape(cost.name[:_NAME_LEN]),
         )
     console.print(table)
-
-
-def _limit(seconds: float, limit: float) -> str:
-    shown = f"{limit:g} s" if limit >= 1 else f"{1e3 * limit:g} ms"
-    return f" (goal {shown}: {_MET[seconds <= limit]})"
 
 
 def _times(seconds: float | None, ours: float) -> str:

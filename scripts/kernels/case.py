@@ -9,14 +9,41 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from radixrt.bench.kernels.goals import Goal, goal_of
-from radixrt.bench.kernels.roofline import Work
+from scripts.kernels.roofline import Work
 
 Inputs = TypeVar("Inputs")
 
-
 MAX_SLOWER = 1.03
 """The multiple of the time of `Case.never_slower_than` that ours may take."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the tensors of a case come from: a generator, on its device. Without one they are memory of the CPU
+    that nobody has written: enough to compile kernels for them.
+    """
+
+    generator: torch.Generator | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu") if self.generator is None else self.generator.device
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Numbers of a standard normal distribution."""
+        if self.generator is None:
+            return torch.empty(shape, dtype=dtype)
+        return torch.randn(shape, dtype=dtype, device=self.device, generator=self.generator)
+
+    def bytes(self, *shape: int) -> Tensor:
+        """Any uint8."""
+        if self.generator is None:
+            return torch.empty(shape, dtype=torch.uint8)
+        return torch.randint(256, shape, dtype=torch.uint8, device=self.device, generator=self.generator)
+
+    def permutation(self, count: int) -> Tensor:
+        """The numbers below `count`, int32."""
+        return torch.randperm(count, device=self.device, generator=self.generator).int()
 
 
 @dataclass(frozen=True)
@@ -75,7 +102,7 @@ class Case(Generic[Inputs]):
     """An operation at one shape.
 
     Attributes:
-        group, shape, variant: name it; goals belong to a group and a shape.
+        group, shape, variant: name it.
         work: the minimum work.
         inputs: makes n sets of inputs that share no memory that is read, the same each time.
         expected: the reference's results for a set of inputs.
@@ -98,17 +125,13 @@ class Case(Generic[Inputs]):
     def name(self) -> str:
         return f"{self.shape} {self.variant}".strip()
 
-    @property
-    def goal(self) -> Goal | None:
-        return goal_of(self.group, self.shape)
 
-
-def seeded(make: Callable[[torch.Generator], Inputs]) -> Callable[[torch.device, int], Sequence[Inputs]]:
-    """`Case.inputs` that makes one set after the other, on the generator's device."""
+def seeded(make: Callable[[Source], Inputs]) -> Callable[[torch.device, int], Sequence[Inputs]]:
+    """`Case.inputs` that makes one set after the other."""
 
     def sets(device: torch.device, copies: int) -> Sequence[Inputs]:
-        generator = torch.Generator(device).manual_seed(0)
-        return [make(generator) for _ in range(copies)]
+        source = Source(torch.Generator(device).manual_seed(0))
+        return [make(source) for _ in range(copies)]
 
     return sets
 

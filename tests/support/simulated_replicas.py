@@ -1,26 +1,21 @@
-"""How evenly replicas share known lists: simulated, without processes and GPUs.
+"""Replicas that share a known list, simulated: each runs its pieces one after the other.
 
-python scripts/simulate_replicas.py [--draw docs/replicas.png]
-
-Nine lists of about 100,000 prompts (1,000 equal ones; 3,200 of 32 samples, 4 of 256), the sizes of Qwen3-0.6B and
-an H200's peak; a replica runs its pieces one after the other. Prints how many times as fast N replicas are as one.
+Nine lists of about 100,000 prompts (1,000 equal ones; 3,200 of 32 samples, 4 of 256), with the sizes of Qwen3-0.6B
+and an H200's peak.
 """
 
 from __future__ import annotations
 
-import argparse
 import heapq
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from radixrt.batch.dispatch import Dispatch
-from radixrt.bench.pictures import label_counts
 from radixrt.limits import RunLimits
 from radixrt.planning.demands import Demands
-from radixrt.planning.shards import Pieces, cut_in_pieces, shards
+from radixrt.planning.shards import Pieces, shards
 from radixrt.workloads.bound import DeviceSpeed, ModelShape
 
 SHAPE = ModelShape(28, 1024, 3072, 16, 8, 128, 151_936, 114_688)  # Qwen3-0.6B
@@ -80,59 +75,3 @@ def simulated(pieces: Pieces, num_replicas: int, factors: Any = None) -> tuple[f
     assert not dispatch.num_left
     assert (ended == 1).all()
     return order, stolen, taken
-
-
-NUMBERS = (1, 2, 4, 8, 16, 32, 64)
-OFF = 4.0  # of the wrong predictions: each prompt takes between a quarter and four times as long, at random
-
-
-def speed_ups(name: str, off: bool) -> list[float]:
-    """How many times as fast NUMBERS of replicas run a list as one does."""
-    asked, shared = LISTS[name]()
-    found: list[float] = []
-    for number in NUMBERS:
-        pieces = cut_in_pieces(asked, shared, 0 * asked.lengths, number, LIMITS, SHAPE, SPEED)
-        # With one replica no prompt is in several pieces: places say which prompt a piece is of.
-        factors = (
-            OFF ** np.random.default_rng(0).uniform(-1, 1, len(asked.lengths))[pieces.places] if off else None
-        )
-        end, _, taken = simulated(pieces, number, factors)
-        found.append(float(taken.sum()) / end)
-    return found
-
-
-def draw(exact: dict[str, list[float]], off: dict[str, list[float]], output: Path) -> None:
-    """Write a transparent PNG: shares of the ideal speed-up over the number of replicas, dashed where predictions
-    are off.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.2, 4.4), layout="constrained")
-    axes = figure.subplots()
-    for number, name in enumerate(exact):
-        for values, style in ((exact[name], "-"), (off[name], "--")):
-            shares = [100 * value / count for value, count in zip(values, NUMBERS, strict=True)]
-            label = name if style == "-" else None
-            axes.plot(NUMBERS, shares, style, color=f"C{number}", linewidth=1.4, label=label)
-    label_counts(axes, NUMBERS, "replicas", "% of the ideal speed-up, simulated", legend="lower left")
-    axes.set_ylim(60, 102)
-    figure.savefig(output, format="png", dpi=110, transparent=True)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--draw", type=Path, metavar="FILE", help="write the figure")
-    arguments = parser.parse_args()
-    print("| list | " + " | ".join(map(str, NUMBERS)) + " |\n|---|" + "---|" * len(NUMBERS))
-    found: dict[bool, dict[str, list[float]]] = {False: {}, True: {}}
-    for off in (False, True):
-        for name in LISTS:
-            values = found[off][name] = speed_ups(name, off)
-            told = f"{name}, 1/4 to 4" if off else name
-            print(f"| {told} | " + " | ".join(f"{value:.2f}" for value in values) + " |", flush=True)
-    if arguments.draw is not None:
-        draw(found[False], found[True], arguments.draw)
-
-
-if __name__ == "__main__":
-    main()

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from radixrt.bench.kernels.case import Call, Case, Contender, Expected, seeded
-from radixrt.bench.kernels.roofline import Work
+from scripts.kernels.case import Call, Case, Contender, Expected, Source, seeded
+from scripts.kernels.roofline import Work
 from triton_ops.activations.quantised_rows import BLOCK, quantise_rows
 from triton_ops.e4m3 import E4M3, E4M3_MAX
 from triton_ops.linear.e4m3_linear import (
@@ -21,7 +21,6 @@ from triton_ops.linear.e4m3_linear import (
     torch_scaled_product,
 )
 
-DTYPE = torch.bfloat16
 ROWS = (8, 64, 512, 2048, 16_384)
 # Of Llama 3.1 8B: q, k and v; o; gate and up; down.
 PROJECTIONS = ((4096, 6144), (4096, 4096), (4096, 28_672), (14_336, 4096))
@@ -61,15 +60,17 @@ def _expected(inputs: E4M3Inputs) -> Expected:
     return Expected((inputs.x[rows].float() @ weight.T,), rows)
 
 
-def e4m3_case(num_rows: int, depth: int, num_columns: int, *, blocks: bool) -> Case[E4M3Inputs]:
+def e4m3_case(
+    num_rows: int, depth: int, num_columns: int, *, blocks: bool, dtype: torch.dtype = torch.bfloat16
+) -> Case[E4M3Inputs]:
     """`num_rows` tokens, from `depth` to `num_columns` elements, with scales of blocks or of rows."""
 
-    def inputs(generator: torch.Generator) -> E4M3Inputs:
-        random = partial(torch.randn, device=generator.device, generator=generator)
-        x = random(num_rows, depth).mul_(64).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3).to(DTYPE)
+    def inputs(source: Source) -> E4M3Inputs:
+        random = partial(source.normal, dtype=torch.float32)
+        x = random(num_rows, depth).mul_(64).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3).to(dtype)
         x[:, ::BLOCK] = E4M3_MAX  # all scales are 1
         codes, scale = quantised_weight(random(num_columns, depth).mul_(depth**-0.5), blocks=blocks)
-        return E4M3Inputs(x, codes, scale, dequantised_weight(codes, scale).to(DTYPE))
+        return E4M3Inputs(x, codes, scale, dequantised_weight(codes, scale).to(dtype))
 
     contenders = [Contender("radixrt", _ours), Contender("Triton", partial(_by, scaled_product))]
     if blocks:
@@ -78,7 +79,7 @@ def e4m3_case(num_rows: int, depth: int, num_columns: int, *, blocks: bool) -> C
         exact = partial(torch_scaled_product, fast_sums=False)
         contenders.append(Contender("torch, exact sums", partial(_by, exact)))
     # x and the weight are read, the result is written.
-    num_bytes = (num_rows * depth + num_rows * num_columns) * DTYPE.itemsize + num_columns * depth
+    num_bytes = (num_rows * depth + num_rows * num_columns) * dtype.itemsize + num_columns * depth
     return Case(
         "linear-fp8",
         f"{num_rows}x{depth} to {num_columns}",

@@ -12,18 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from radixrt.bench.kernels.case import (
-    MAX_SLOWER,
-    Call,
-    Case,
-    Contender,
-    Expected,
-    PlanFigures,
-    worst_error,
-)
-from radixrt.bench.kernels.goals import published_times
-from radixrt.bench.kernels.roofline import EXPS_PER_SM, Bound, Machine
 from radixrt.bench.report import reason_of
+from scripts.kernels.case import MAX_SLOWER, Call, Case, Contender, Expected, PlanFigures, worst_error
+from scripts.kernels.roofline import EXPS_PER_SM, Bound, Machine
 from triton_ops.e4m3 import E4M3
 from triton_ops.implementation import gpu_of
 from triton_ops.linear.e4m3_linear import torch_scaled_product
@@ -87,17 +78,6 @@ class Result:
         return self.input_sets * self.case.work.bytes < 2 * self.machine.l2_bytes
 
     @property
-    def goal_seconds(self) -> float | None:
-        goal = self.case.goal
-        return None if goal is None else goal.limit(self.case.work, self.machine)
-
-    @property
-    def verdict(self) -> str:
-        """Verdict on our best time: see `Goal.verdict`; "" without a goal or a time."""
-        goal, seconds = self.case.goal, self.ours.best_seconds
-        return "" if goal is None or seconds is None else goal.verdict(seconds, self.case.work, self.machine)
-
-    @property
     def is_slower(self) -> bool | None:
         """Whether our best time exceeds the one that the case names by more than it may; None if it names none, or
         there is no time.
@@ -130,8 +110,6 @@ class Result:
             "exps": case.work.exps,
             "bound_seconds": self.bound.seconds,
             "bound_by": self.bound.limit,
-            "goal_seconds": self.goal_seconds,
-            "verdict": self.verdict,
             "is_slower": self.is_slower,
             "input_sets": self.input_sets,
             "in_l2": self.in_l2,
@@ -141,10 +119,6 @@ class Result:
                     "percent_of_bound": None if m.best_seconds is None else self.percent_of_bound(m.best_seconds),
                 }
                 for m in self.measurements
-            ],
-            "published": [
-                {"name": name, "eager_seconds": seconds}
-                for name, seconds in published_times(case.group, case.shape, self.machine).items()
             ],
         }
 

@@ -8,25 +8,22 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from radixrt.bench.kernels.case import MAX_SLOWER
-from radixrt.bench.kernels.goals import published_times
-from radixrt.bench.kernels.measurement import Measurement, Result
 from radixrt.bench.report import figure_table
+from scripts.kernels.case import MAX_SLOWER
+from scripts.kernels.measurement import Measurement, Result
 
 _CAPTION = (
     "eager: do_bench, L2 flushed. graph: captured, through as many sets of inputs as exceed twice the L2. us, "
     "medians. %: the share of the limit that the better time reaches. error: of the worst row, "
-    "relative. goal: us, met by either time (floor: missed, but not by far; stretch: more than met). vs: their "
-    "better time over ours. Published times are eager ones."
+    "relative. vs: their better time over ours."
 )
 _PLAN_CAPTION = (
     "bytes: % of the time that the distinct bytes alone allow. read: tokens that the plan's items read, over the "
     "distinct ones. plan: us of the host to make it. vs of flat: the speed-up, (!) where ours is more than "
     f"{100 * (MAX_SLOWER - 1):.0f} % slower."
 )
-_HEADERS = ("eager", "graph", "rate", "%", "limit", "error", "goal", "met", "vs")
-_PLAN_HEADERS = ("eager", "graph", "%", "limit", "bytes", "read", "plan", "error", "goal", "met", "vs")
-_VERDICTS = {"yes": "green", "stretch": "green", "floor": "yellow", "no": "red", "": "dim"}
+_HEADERS = ("eager", "graph", "rate", "%", "limit", "error", "vs")
+_PLAN_HEADERS = ("eager", "graph", "%", "limit", "bytes", "read", "plan", "error", "vs")
 
 
 class Report:
@@ -35,27 +32,22 @@ class Report:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._notes: dict[str, int] = {}  # each reason is printed once
-        self._verdicts: list[str] = []
         self._slower: list[bool] = []  # for each case with a limit
         self._has_plans = False
 
     def print_group(self, results: Sequence[Result]) -> None:
         """Print the results of one group, a block of lines for each case."""
         self._console.print(_table(results, self._notes))
-        self._verdicts += [result.verdict for result in results if result.goal_seconds is not None]
         self._slower += [result.is_slower for result in results if result.is_slower is not None]
         self._has_plans |= _have_plans(results)
 
     def print_end(self) -> None:
-        """Print the meaning of the columns, the reasons for missing times, and the number of goals met."""
+        """Print the meaning of the columns, and the reasons for missing times."""
         self._console.print(_CAPTION, style="dim")
         if self._has_plans:
             self._console.print(_PLAN_CAPTION, style="dim")
         for reason, number in self._notes.items():
             self._console.print(f"[{number}] {reason}", markup=False)
-        if self._verdicts:
-            met = sum(verdict in ("yes", "stretch") for verdict in self._verdicts)
-            self._console.print(f"{met} of {len(self._verdicts)} goals are met.")
         if self._slower:
             self._console.print(
                 f"Tree is more than {100 * (MAX_SLOWER - 1):.0f} % slower than flat in {sum(self._slower)} of "
@@ -74,10 +66,6 @@ def _table(results: Sequence[Result], notes: dict[str, int]) -> Table:
         for measurement in result.measurements:
             name, cells = _cells(result, measurement, notes)
             table.add_row(name, *(cells[header] for header in headers))
-        published = published_times(result.case.group, result.case.shape, result.machine)
-        for whose, seconds in published.items():
-            name, cells = _cells(result, Measurement(whose, eager_seconds=seconds), notes)
-            table.add_row(f"{name}, published", *(cells[header] for header in headers), style="dim")
         table.add_section()
     return table
 
@@ -92,10 +80,6 @@ def _cells(result: Result, measurement: Measurement, notes: dict[str, int]) -> t
     eager, graph = _microseconds(measurement.eager_seconds), _microseconds(measurement.graph_seconds)
     if measurement.reason is not None:
         eager, graph = f"- {_note(measurement.reason, notes)}", "-"
-    goal, met = "", ""
-    if is_ours:
-        goal = _microseconds(result.goal_seconds)
-        met = f"[{_VERDICTS[result.verdict]}]{result.verdict}[/]"
     versus = "" if is_ours or seconds is None or ours is None else f"{seconds / ours:.2f}x"
     if result.is_slower and measurement.name == result.case.never_slower_than:
         versus = f"[red]{versus} (!)[/]"
@@ -110,8 +94,6 @@ def _cells(result: Result, measurement: Measurement, notes: dict[str, int]) -> t
         "read": "" if plan is None else f"{plan.read_factor:.2f}x",
         "plan": "" if plan is None else f"{1e6 * plan.seconds:.0f}",
         "error": "" if measurement.error is None else f"{measurement.error:.1e}",
-        "goal": goal,
-        "met": met,
         "vs": versus,
     }
 

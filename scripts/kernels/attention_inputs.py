@@ -5,10 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from radixrt.bench.kernels.case import Expected
+from radixrt.arrays import Int32Array
+from radixrt.execution.attention.flat import KernelShape
+from scripts.kernels.case import Expected
+from triton_ops.attention.arguments import Scoring
+from triton_ops.attention.extend import Extends
+from triton_ops.implementation import gpu_of
 from triton_ops.kv.view import KVView
 
 CHECKED_ROWS = 128  # new tokens a request compared with the reference, including the first and the last
@@ -45,6 +51,19 @@ class AttentionShape:
         return self.num_heads, self.num_kv_heads, self.head_dim, self.dtype.itemsize
 
     @property
+    def rows(self) -> Int32Array:
+        """Of the requests in the page table."""
+        return np.arange(self.batch, dtype=np.int32)
+
+    def each(self, number: int) -> Int32Array:
+        """The same number for each request."""
+        return np.full(self.batch, number, np.int32)
+
+    def kernel(self, device: torch.device) -> KernelShape:
+        """As plans are made for the device."""
+        return KernelShape(gpu_of(device), self.num_heads, self.num_kv_heads, self.head_dim, self.dtype)
+
+    @property
     def words(self) -> str:
         """Differences from 32 heads on 8 KV heads of 128, in bf16."""
         usual = AttentionShape(0, 0, 0)
@@ -62,31 +81,30 @@ class AttentionInputs:
 
     Attributes:
         q: `[batch * extend, num_heads, head_dim]`; k, v: the new tokens', with num_kv_heads.
-        k_buffer, v_buffer: `[num_slots, num_kv_heads, head_dim]`, which sets share; a slot belongs to one set.
-        req_to_token: int32 `[batch, length]`.
-        rows, prefix_lens, extend_start_loc, extend_seq_lens, seq_lens: int32 `[batch]`.
+        kv: the pool `[num_slots, num_kv_heads, head_dim]`, which sets share, with a table `[batch, length]`; a
+            slot belongs to one set.
     """
 
     shape: AttentionShape
     q: Tensor
     k: Tensor
     v: Tensor
-    k_buffer: Tensor
-    v_buffer: Tensor
-    req_to_token: Tensor
-    rows: Tensor
-    prefix_lens: Tensor
-    extend_start_loc: Tensor
-    extend_seq_lens: Tensor
-    seq_lens: Tensor
+    kv: KVView
+    scoring: Scoring
 
-    def kv(self, scale: Tensor | None = None) -> KVView:
-        """The pool; `scale` is that of keys and of values."""
-        return KVView(self.k_buffer, self.v_buffer, self.req_to_token, scale, scale)
+    @property
+    def kernel(self) -> KernelShape:
+        return self.shape.kernel(self.q.device)
+
+    def extends(self) -> Extends:
+        """The requests, as kernels for extends have them."""
+        shape = self.shape
+        numbers = shape.rows, shape.each(shape.prefix), shape.rows * shape.extend, shape.each(shape.extend)
+        return Extends(*(torch.from_numpy(each).to(self.q.device) for each in numbers))
 
     def dense(self, buffer: Tensor) -> Tensor:
         """The requests' keys or values, gathered: `[batch, length, num_kv_heads, head_dim]`."""
-        gathered = buffer.index_select(0, self.req_to_token.flatten())
+        gathered = buffer.index_select(0, self.kv.req_to_token.flatten())
         return gathered.view(self.shape.batch, self.shape.length, *buffer.shape[1:])
 
 
@@ -98,39 +116,22 @@ def attention_inputs(
     """
     if tokens is None:
         tokens = torch.arange(shape.batch * shape.length, device=device).view(shape.batch, shape.length)
-    make = partial(torch.randn, dtype=shape.dtype, device=device)
-    int32 = partial(torch.full, (shape.batch,), dtype=torch.int32, device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    make = partial(torch.randn, dtype=shape.dtype, device=device, generator=generator)
     num_tokens = int(tokens.max()) + 1
     num_slots = copies * num_tokens + 1
-    generator = torch.Generator(device).manual_seed(0)
     slots = torch.arange(1, num_slots, device=device)
     if shape.scattered:
         slots = slots[torch.randperm(num_slots - 1, device=device, generator=generator)]
     tables = slots.int().view(copies, num_tokens)[:, tokens]
     pool = (num_slots, shape.num_kv_heads, shape.head_dim)
-    k_buffer, v_buffer = make(pool, generator=generator), make(pool, generator=generator)
+    k_buffer, v_buffer = make(pool), make(pool)
     k_buffer[0] = v_buffer[0] = torch.nan
-    rows = torch.arange(shape.batch, dtype=torch.int32, device=device)
     sets = []
     for table in tables:
-        new = table[:, shape.prefix :].flatten()
-        q = make(len(new), shape.num_heads, shape.head_dim, generator=generator)
-        sets.append(
-            AttentionInputs(
-                shape,
-                q,
-                k_buffer[new],
-                v_buffer[new],
-                k_buffer,
-                v_buffer,
-                table,
-                rows,
-                prefix_lens=int32(shape.prefix),
-                extend_start_loc=rows * shape.extend,
-                extend_seq_lens=int32(shape.extend),
-                seq_lens=int32(shape.length),
-            )
-        )
+        new, kv = table[:, shape.prefix :].flatten(), KVView(k_buffer, v_buffer, table)
+        q = make((len(new), shape.num_heads, shape.head_dim))
+        sets.append(AttentionInputs(shape, q, k_buffer[new], v_buffer[new], kv, Scoring(shape.scale)))
     return sets
 
 
@@ -144,10 +145,10 @@ def expected_attention(inputs: AttentionInputs) -> Expected:
     rows, outs = [], []
     for request in range(shape.batch):
         rows.append(request * shape.extend + nth)
-        slots = inputs.req_to_token[request]
+        slots = inputs.kv.req_to_token[request]
         # [num_kv_heads, n, group, head_dim] and [num_kv_heads, length, head_dim]
         q = inputs.q[rows[-1]].float().view(-1, shape.num_kv_heads, group, shape.head_dim).transpose(0, 1)
-        keys, values = (x[slots].float().transpose(0, 1) for x in (inputs.k_buffer, inputs.v_buffer))
+        keys, values = (x[slots].float().transpose(0, 1) for x in (inputs.kv.k, inputs.kv.v))
         scores = (q.flatten(1, 2) @ keys.transpose(1, 2)).view(*q.shape[:3], -1).mul_(shape.scale)
         weights = scores.masked_fill_(hidden[:, None], -torch.inf).softmax(-1)
         out = (weights.flatten(1, 2) @ values).view_as(q)

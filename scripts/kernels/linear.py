@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from layers.linear import Linear
 from layers.placement import Placement
-from radixrt.bench.kernels.case import Call, Case, Contender, Expected, seeded
-from radixrt.bench.kernels.roofline import Work
+from scripts.kernels.case import Call, Case, Contender, Expected, Source, seeded
+from scripts.kernels.roofline import Work
 from triton_ops.norms.rms_norm import add_rms_norm
 
-DTYPE = torch.bfloat16
 EPS = 1e-5
 BATCHES = (16, 32, 64, 128, 256)
 
@@ -33,7 +32,7 @@ class LinearInputs:
 def _ours(inputs: LinearInputs) -> Call:
     """Parts where they are faster."""
     num_columns, depth = inputs.weight.shape
-    placement = Placement(DTYPE, torch.device("meta"), "triton")
+    placement = Placement(inputs.x.dtype, torch.device("meta"), "triton")
     projection = Linear(depth, num_columns, bias=False, placement=placement)
     projection.weight.values = nn.Parameter(inputs.weight, requires_grad=False)
     return _call(lambda: projection(inputs.x, split_k_ok=True), inputs)
@@ -55,11 +54,13 @@ def _expected(inputs: LinearInputs) -> Expected:
     )
 
 
-def linear_case(num_rows: int, depth: int, num_columns: int) -> Case[LinearInputs]:
+def linear_case(
+    num_rows: int, depth: int, num_columns: int, dtype: torch.dtype = torch.bfloat16
+) -> Case[LinearInputs]:
     """`num_rows` tokens, from `depth` to `num_columns` elements."""
 
-    def inputs(generator: torch.Generator) -> LinearInputs:
-        random = partial(torch.randn, dtype=DTYPE, device=generator.device, generator=generator)
+    def inputs(source: Source) -> LinearInputs:
+        random = partial(source.normal, dtype=dtype)
         return LinearInputs(
             random(num_rows, depth),
             random(num_columns, depth).mul_(depth**-0.5),
@@ -73,7 +74,7 @@ def linear_case(num_rows: int, depth: int, num_columns: int) -> Case[LinearInput
         "linear",
         f"{num_rows}x{depth} to {num_columns}",
         "",
-        Work(elements * DTYPE.itemsize, flops=2.0 * num_rows * depth * num_columns),
+        Work(elements * dtype.itemsize, flops=2.0 * num_rows * depth * num_columns),
         seeded(inputs),
         _expected,
         (Contender("radixrt", _ours), Contender("cuBLAS", _cublas)),

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from radixrt.bench.kernels.case import Call, Case, Contender, Expected, seeded
-from radixrt.bench.kernels.roofline import training_work
+from scripts.kernels.case import Call, Case, Contender, Expected, Source, seeded
+from scripts.kernels.roofline import training_work
 from triton_ops.attention.training import attention_with_grad, training_reference
 
 ROW_TOKENS = 64
@@ -48,10 +48,9 @@ class TrainingInputs:
     d_out: Tensor
 
 
-def _inputs(shape: TrainingShape, generator: torch.Generator) -> TrainingInputs:
+def _inputs(shape: TrainingShape, source: Source) -> TrainingInputs:
     def random(num_heads: int) -> Tensor:
-        size = (shape.batch, num_heads, shape.length, shape.head_dim)
-        return torch.randn(size, dtype=shape.dtype, device=generator.device, generator=generator)
+        return source.normal(shape.batch, num_heads, shape.length, shape.head_dim, dtype=shape.dtype)
 
     heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)
     return TrainingInputs(shape, *map(random, heads))

@@ -1,13 +1,20 @@
-"""Documents that are asked about again and again: by a pool that holds a quarter of them, without and with a host
-tier, and by a second run that starts with the cache of the first.
+"""Documents that are asked about in several rounds: what a host tier and a saved cache bring.
+
+python scripts/bench_kept_prefixes.py
+python scripts/bench_kept_prefixes.py --config llama-3.1-8b --documents 24 --document-len 8192 --json out.json
+
+First with a KV pool that holds a quarter of the documents, without and with a host tier; then with a pool that
+holds them all, whose cache is saved; then in a second run that loads it. The saved cache needs as much disk as the
+documents' KV. Weights are random unless --model is given.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -17,10 +24,11 @@ import numpy as np
 from rich.console import Console
 from tqdm import tqdm
 
+from radixrt.bench.catalogue import SHAPES
 from radixrt.bench.report import check_files, figure_table, told, wide_console, write_json
 from radixrt.bench.subject import environment_of, model_of, model_shape
 from radixrt.checks import check_int
-from radixrt.errors import ParameterError
+from radixrt.errors import ParameterError, RadixrtError
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
 
@@ -194,8 +202,8 @@ def print_kept_prefixes(figures: KeptPrefixes, console: Console) -> None:
     )
 
 
-def run_benchmark(options: Options, *, json_file: Path | None = None) -> int:
-    """Run, print, and write the requested files. Returns 0.
+def run_benchmark(options: Options, json_file: Path | None = None) -> None:
+    """Run, print, and write the requested file.
 
     Raises:
         RadixrtError: see `measure`; or a file cannot be written, which is found before anything runs.
@@ -211,4 +219,32 @@ def run_benchmark(options: Options, *, json_file: Path | None = None) -> int:
     if json_file is not None:
         report = {"environment": environment, "options": asdict(options), "figures": asdict(figures)}
         write_json(json_file, report)
-    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,  # what is not given has the defaults of `Options`
+    )
+    option = parser.add_argument
+    option("--documents", type=int, metavar="N", help="number of documents (12)")
+    option("--document-len", type=int, metavar="N", help="tokens of each (1024)")
+    option("--rounds", type=int, metavar="N", help="rounds of one question about every document (4)")
+    option("--seed", type=int, metavar="N", help="of the documents, the questions and the random weights (0)")
+    option("--model", metavar="FOLDER_OR_ID", help="Hugging Face folder or hub id, or: built-in")
+    option("--config", choices=tuple(SHAPES), help="random weights of a known shape (tiny)")
+    option("--dtype", metavar="DTYPE", help="of weights and KV, such as bfloat16")
+    option("--device", metavar="DEVICE", help="such as cpu, cuda or cuda:1")
+    option("--folder", type=Path, metavar="FOLDER", help="for the saved cache (that of temporary files)")
+    option("--json", type=Path, default=None, metavar="FILE", help="write every round's figures")
+    given = vars(parser.parse_args(argv))
+    json_file = given.pop("json")
+    try:
+        run_benchmark(Options(**given), json_file)
+    except RadixrtError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -12,20 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixrt.bench.kernels.attention import planned_decode
-from radixrt.bench.kernels.attention_inputs import (
+from radixrt.execution.attention.planner import AttentionPlanner
+from scripts.kernels.attention import planned_decode
+from scripts.kernels.attention_inputs import (
     AttentionInputs,
     AttentionShape,
     attention_inputs,
     expected_attention,
 )
-from radixrt.bench.kernels.attention_peers import flash_infer_cascade
-from radixrt.bench.kernels.case import Call, Case, Contender, PlanFigures
-from radixrt.bench.kernels.roofline import Work, tree_work
-from radixrt.execution.attention.flat import KernelShape
-from radixrt.execution.attention.planner import AttentionPlanner
+from scripts.kernels.case import Call, Case, Contender, PlanFigures
+from scripts.kernels.roofline import Work, tree_work
 from triton_ops.attention.ordered import SUPERBLOCK
-from triton_ops.implementation import gpu_of
 
 PLANNINGS = 9  # of the same batch; their median is the time
 FLAT = "radixrt, flat"
@@ -103,13 +100,11 @@ def our_decode(inputs: AttentionInputs, shape: TreeShape, *, tree: bool, determi
 
     Without `tree` the plan shares nothing, but requests that read the same tokens are neighbours.
     """
-    attention, device = shape.attention, inputs.q.device
-    heads = attention.num_heads, attention.num_kv_heads, attention.head_dim
-    kernel = KernelShape(gpu_of(device), *heads, attention.dtype)
-    table = inputs.req_to_token.numpy(force=True)
+    attention = shape.attention
+    table = inputs.kv.req_to_token.numpy(force=True)
     superblock = SUPERBLOCK if deterministic else None
-    planner = AttentionPlanner(kernel, (None,), table, attention.dtype, tree=tree, superblock=superblock)
-    rows, lens = inputs.rows.numpy(force=True), inputs.seq_lens.numpy(force=True)
+    planner = AttentionPlanner(inputs.kernel, (None,), table, attention.dtype, tree=tree, superblock=superblock)
+    rows, lens = attention.rows, attention.each(attention.length)
     seconds = []
     for _ in range(PLANNINGS):
         began = time.perf_counter()
@@ -119,11 +114,11 @@ def our_decode(inputs: AttentionInputs, shape: TreeShape, *, tree: bool, determi
     read = int(plan.item_lens.sum()) + int(plan.shared_lens.sum())
     shared_items = int(np.count_nonzero(plan.shared_lens))
     figures = PlanFigures(median(seconds), read / shape.distinct, shared_items)
-    return replace(planned_decode(inputs, plan.to(device), deterministic=deterministic), plan=figures)
+    return replace(planned_decode(inputs, plan, deterministic=deterministic), plan=figures)
 
 
 def tree_case(shape: TreeShape) -> Case[AttentionInputs]:
-    """Tree compared with flat, which must not be faster ("vs" is the speed-up), and FlashInfer's cascade."""
+    """Tree compared with flat, which must not be faster; "vs" is the speed-up."""
 
     def inputs(device: torch.device, copies: int) -> list[AttentionInputs]:
         return attention_inputs(shape.attention, device, copies, shape.tokens().to(device))
@@ -138,7 +133,6 @@ def tree_case(shape: TreeShape) -> Case[AttentionInputs]:
         (
             Contender("radixrt", partial(our_decode, shape=shape, tree=True)),
             Contender(FLAT, partial(our_decode, shape=shape, tree=False)),
-            Contender("FlashInfer cascade", partial(flash_infer_cascade, levels=shape.levels)),
         ),
         never_slower_than=FLAT,
         sizes=shape.sizes,
@@ -154,7 +148,7 @@ def ordered_tree_case(shape: TreeShape) -> Case[AttentionInputs]:
 
 
 def tree_cases() -> Iterator[Case[AttentionInputs]]:
-    """The shapes of the goals; a tree of four levels, a wide one, a deep one, a chain; and requests that share one
+    """Two-level trees; a tree of four levels, a wide one, a deep one, a chain; and requests that share one
     token, or nothing.
     """
     for batch, prefix, tail in ((256, 8192, 128), (256, 2048, 128), (256, 32_768, 256), (64, 8192, 128)):

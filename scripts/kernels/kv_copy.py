@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from radixrt.bench.kernels.case import Call, Case, Contender, Expected, seeded
-from radixrt.bench.kernels.roofline import Work
+from scripts.kernels.case import Call, Case, Contender, Expected, Source, seeded
+from scripts.kernels.roofline import Work
 from triton_ops.kv.kv_copy import kv_copy
 
 DTYPE = torch.bfloat16
@@ -58,17 +58,14 @@ class Copying:
         return self.memory.permute(1, 2, 0, 3, 4)
 
 
-def _inputs(shape: Shape, scattered: bool, generator: torch.Generator) -> Copying:
-    device = generator.device
+def _inputs(shape: Shape, scattered: bool, source: Source) -> Copying:
     n, layers, heads = shape.num_tokens, shape.num_layers, (shape.num_kv_heads, shape.head_dim)
-    random = partial(torch.randn, dtype=DTYPE, device=device, generator=generator)
-    permuted = partial(torch.randperm, device=device, generator=generator)
-    pool, values = random(layers, 2, 2 * n, *heads), random(n, layers, 2, *heads)
-    memory = torch.empty(values.shape, dtype=DTYPE, device="cpu", pin_memory=device.type == "cuda")
+    pool, values = source.normal(layers, 2, 2 * n, *heads), source.normal(n, layers, 2, *heads)
+    memory = torch.empty(values.shape, dtype=DTYPE, device="cpu", pin_memory=source.device.type == "cuda")
     memory.copy_(values)
-    slots = permuted(2 * n).int()
-    order = permuted(n) if scattered else torch.arange(n, device=device)
-    return Copying(pool, memory, slots[:n], order.int(), slots[n:])
+    slots = source.permutation(2 * n)
+    order = source.permutation(n) if scattered else torch.arange(n, dtype=torch.int32, device=source.device)
+    return Copying(pool, memory, slots[:n], order, slots[n:])
 
 
 def _run(way: Way, c: Copying, impl: Any) -> None:
