@@ -33,8 +33,8 @@ class Sublayer(Layer):
         """The weight whose product alone reads the input, if there is one, and the layer that makes the output."""
 
     def join(self, before: RMSNorm, after: RMSNorm) -> None:
-        """Settle what is handed on, where the norm `before` makes the input of this sublayer alone, and the norm
-        `after` adds its output: one is quantised as the weight takes it, the other may be in parts.
+        """Settle what is handed on. This sublayer alone reads what the norm `before` makes: it is quantised as the
+        weight takes it. The norm `after` adds the output, which may be parts if that norm adds these.
         """
         weight, end = self.ends
         before.reader = () if weight is None else (weight,)
