@@ -8,20 +8,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from layers.input_metadata import InputMetadata
 from layers.linear import StackedLinear, SummedLinear
-from layers.norm import RMSNorm
+from layers.norm import Hidden, RMSNorm
 from layers.place import Packed, Place
 from layers.placement import Placement
 from layers.ranks import Addend
 from layers.recurrent import RecurrentLayer
-from memory_pool.state_pool import StateView
-from triton_ops.activations.quantised_rows import QuantisedRows
 from triton_ops.recurrent.causal_conv import causal_conv
 from triton_ops.recurrent.gated_delta import gated_delta
 from triton_ops.recurrent.gated_rms_norm import gated_rms_norm
-from triton_ops.recurrent.rows import StateRows
 
 
 @dataclass(frozen=True)
@@ -83,20 +80,17 @@ class GatedDeltaNet(RecurrentLayer):
         self.output = SummedLinear(sizes.values, hidden_size, bias=False, placement=placement)
 
     @property
-    def input_groups(self) -> None:
-        """As `Linear.input_groups`: its projections need not take the same numbers."""
-        return None
+    def ends(self) -> tuple[None, SummedLinear]:
+        return None, self.output  # two weights read the input, and need not take the same numbers
 
-    def mixed(
-        self, hidden: Tensor | QuantisedRows, rows: StateRows, states: StateView, *, split_k_ok: bool = False
-    ) -> Addend:
-        sizes = self.sizes
-        qkv, z = torch.split(self.qkvz(hidden), [sizes.channels, sizes.values], dim=1)
-        b, a = self.ba(hidden).chunk(2, dim=1)
+    def forward(self, x: Hidden, metadata: InputMetadata) -> Addend:
+        sizes, (rows, states) = self.sizes, metadata.states_of(self.layer_id)
+        qkv, z = torch.split(self.qkvz(x, metadata), [sizes.channels, sizes.values], dim=1)
+        b, a = self.ba(x, metadata).chunk(2, dim=1)
         mixed = causal_conv(qkv, self.conv, None, states.conv, rows, impl=self.impl)
         q, k, v = torch.split(mixed, sizes.parts, dim=1)
-        q, k = (x.view(len(x), sizes.num_key_heads, sizes.key_dim) for x in (q, k))
-        v, z = (x.view(len(x), sizes.num_value_heads, sizes.value_dim) for x in (v, z))
+        q, k = (each.view(len(each), sizes.num_key_heads, sizes.key_dim) for each in (q, k))
+        v, z = (each.view(len(each), sizes.num_value_heads, sizes.value_dim) for each in (v, z))
         read = gated_delta(
             q,
             k,
@@ -111,7 +105,7 @@ class GatedDeltaNet(RecurrentLayer):
             impl=self.impl,
         )
         normed = gated_rms_norm(read, z, self.norm.weight, self.norm.eps, impl=self.impl)
-        out: Addend = self.output(normed.flatten(1), split_k_ok=split_k_ok)
+        out: Addend = self.output(normed.flatten(1), metadata)
         return out
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:

@@ -5,19 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from memory_pool.state_pool import StatePool, StateView
 from triton_ops.attention.extend import Extends
 from triton_ops.attention.plan import AttentionPlan, ExtendPlan, Int32Array
+from triton_ops.kv.view import KVView
 from triton_ops.recurrent.rows import StateRows
+
+
+class KVCache(Protocol):
+    """The KV of all layers."""
+
+    def view(self, layer_id: int, req_to_token: Tensor) -> KVView: ...
 
 
 @dataclass(frozen=True)
 class InputMetadata:
-    """The batch of one pass: B requests, the `num_extends` extends first, then the decodes.
+    """The batch of one pass: B requests, the `num_extends` extends first, then the decodes; and what layers keep.
+
+    It is all that a layer may ask of a pass: layers are called as `forward(x, metadata)`.
 
     The pass computes T new tokens, contiguous by request, in batch order; a decode computes one. All tensors are
     int32, on the pass's device. A padded decode has `seq_len` 1 and writes to slot 0.
@@ -37,7 +49,9 @@ class InputMetadata:
     extend_plans: Mapping[int | None, ExtendPlan]
     num_extends: int
     num_extend_tokens: int  # the first of the T
+    kv_pool: KVCache | None = None  # None: no layer attends
     states: StateRows | None = None  # the states that requests begin with and leave, in a model that keeps some
+    state_pool: StatePool | None = None  # which has these
 
     @cached_property
     def extends(self) -> Extends:
@@ -49,6 +63,17 @@ class InputMetadata:
     def decode_rows(self) -> Tensor:
         """`req_pool_indices` of the decodes."""
         return self.req_pool_indices[self.num_extends :]
+
+    def kv(self, layer_id: int) -> KVView:
+        """The KV of a layer; `layer_id` counts the layers that keep KV."""
+        assert self.kv_pool is not None
+        return self.kv_pool.view(layer_id, self.req_to_token)
+
+    def states_of(self, layer_id: int) -> tuple[StateRows, StateView]:
+        """The states of the pass's rows, and where a layer keeps them; `layer_id` counts the layers that do."""
+        assert self.states is not None
+        assert self.state_pool is not None
+        return self.states, self.state_pool.view(layer_id)
 
     def decode_plan(self, sliding_window: int | None) -> AttentionPlan:
         """The plan for the decodes in layers of that window."""
@@ -112,3 +137,8 @@ class InputMetadata:
         if (decodes != 1).any():
             raise ValueError(f"a decode computes one token, but extend_seq_lens are {decodes}")
         return int(extend_seq_lens[:num_extends].sum())
+
+
+_NONE = torch.empty(0, dtype=torch.int32, device="cpu")
+NO_PASS = InputMetadata(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, {}, {}, 0, 0)
+"""No requests: for layers that are tried alone, and ask a pass for nothing, or for what `replace` adds."""

@@ -5,18 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 
-from torch import Tensor, nn
+from torch import nn
 
+from layers.input_metadata import InputMetadata
+from layers.norm import Hidden
 from layers.place import Packed, Place
 from layers.placement import Layer, Placement
 from layers.products import Product
-from layers.ranks import Addend
+from layers.ranks import ALONE, Addend, Ranks
 from layers.weight import Weight
-from triton_ops.activations.quantised_rows import QuantisedRows
 
 
 class Linear(Layer):
-    """`x W^T + b`."""
+    """`x W^T + b`.
+
+    Attributes:
+        ranks: what is computed is a part of their sum; the first one adds the bias.
+        emits_parts: whether the result may be parts, because its reader adds them, as `RMSNorm.add` does: see
+            `Sublayer.join`. They are float32 `[P, num_tokens, out_features]`, where `split_k_linear` is faster (on
+            a GPU, for small batches, unless the layer is deterministic); of several ranks a RankPart.
+    """
+
+    ranks: Ranks = ALONE
+    emits_parts = False
 
     def __init__(
         self,
@@ -36,24 +47,14 @@ class Linear(Layer):
     @property
     def added_bias(self) -> nn.Parameter | None:
         """The bias that this rank adds."""
-        return self.bias
+        return self.bias if self.ranks.rank == 0 else None
 
-    @property
-    def input_groups(self) -> bool | None:
-        """Of the weight: who makes x may quantise it so."""
-        return self.weight.input_groups
-
-    def forward(self, x: Tensor | QuantisedRows, *, split_k_ok: bool = False) -> Addend:
-        """`x [..., in_features]` to `[..., out_features]`.
-
-        With `split_k_ok`, for callers that can add parts (`RMSNorm.add`), the result may be float32 parts
-        `[P, num_tokens, out_features]`, where `split_k_linear` is faster: on a GPU, for small batches, unless the
-        layer is deterministic. Of several ranks it may be a RankPart then.
-        """
-        return self._product(x, split_k_ok=split_k_ok)
-
-    def _product(self, x: Tensor | QuantisedRows, *, split_k_ok: bool) -> Tensor:
-        return self.weight.product(x, self.added_bias, ordered=self.product, split_k_ok=split_k_ok)
+    def forward(self, x: Hidden, metadata: InputMetadata) -> Addend:
+        """`x [..., in_features]` to `[..., out_features]`, or to parts: see `emits_parts`."""
+        cuts = self.emits_parts and self.ranks.is_alone
+        part = self.weight.product(x, self.added_bias, ordered=self.product, split_k_ok=cuts)
+        # The one place between a product and what follows: an adapter of the pass would add to `part` here.
+        return self.ranks.addend(part) if self.emits_parts else self.ranks.summed(part)
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
         yield from self._part(name, 0, self.weight.shape[0])
@@ -68,21 +69,12 @@ class Linear(Layer):
 class SummedLinear(Linear):
     """`x W^T + b` where each rank has some of x's features, and W's columns for them; `in_features` are its own.
 
-    All ranks hold the bias, the first one adds it.
+    All ranks hold the bias.
     """
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, placement: Placement) -> None:
         super().__init__(in_features, out_features, bias=bias, placement=placement)
         self.ranks = placement.ranks
-
-    @property
-    def added_bias(self) -> nn.Parameter | None:
-        return self.bias if self.ranks.rank == 0 else None
-
-    def forward(self, x: Tensor | QuantisedRows, *, split_k_ok: bool = False) -> Addend:
-        """As `Linear.forward`; of several ranks the sum."""
-        part = self._product(x, split_k_ok=split_k_ok and self.ranks.is_alone)
-        return self.ranks.addend(part) if split_k_ok else self.ranks.summed(part)
 
 
 class StackedLinear(Linear):

@@ -8,18 +8,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from layers.input_metadata import InputMetadata
 from layers.linear import StackedLinear, SummedLinear
-from layers.norm import GatedRMSNorm
+from layers.norm import GatedRMSNorm, Hidden
 from layers.place import Packed, Place
 from layers.placement import Placement
 from layers.ranks import Addend
 from layers.recurrent import RecurrentLayer
-from memory_pool.state_pool import StateView
-from triton_ops.activations.quantised_rows import QuantisedRows
+from layers.weight import Weight
 from triton_ops.recurrent.causal_conv import causal_conv
-from triton_ops.recurrent.rows import StateRows
 from triton_ops.recurrent.state_space import state_space
 
 
@@ -96,19 +94,17 @@ class Mamba2(RecurrentLayer):
         self.output = SummedLinear(sizes.values, hidden_size, bias=bias, placement=placement)
 
     @property
-    def input_groups(self) -> bool | None:
-        """As `Linear.input_groups`."""
-        return self.input.input_groups
+    def ends(self) -> tuple[Weight, SummedLinear]:
+        return self.input.weight, self.output
 
-    def mixed(
-        self, hidden: Tensor | QuantisedRows, rows: StateRows, states: StateView, *, split_k_ok: bool = False
-    ) -> Addend:
-        sizes = self.sizes
-        z, xbc, dt = torch.split(self.input(hidden), [sizes.values, sizes.channels, sizes.num_heads], dim=1)
+    def forward(self, x: Hidden, metadata: InputMetadata) -> Addend:
+        sizes, (rows, states) = self.sizes, metadata.states_of(self.layer_id)
+        parts = [sizes.values, sizes.channels, sizes.num_heads]
+        z, xbc, dt = torch.split(self.input(x, metadata), parts, dim=1)
         mixed = causal_conv(xbc, self.conv, self.conv_bias, states.conv, rows, impl=self.impl)
-        x, b, c = torch.split(mixed, sizes.parts, dim=1)
+        inner, b, c = torch.split(mixed, sizes.parts, dim=1)
         y = state_space(
-            x.view(len(x), sizes.num_heads, sizes.head_dim),
+            inner.view(len(inner), sizes.num_heads, sizes.head_dim),
             dt,
             b.view(len(b), sizes.num_groups, sizes.state_size),
             c.view(len(c), sizes.num_groups, sizes.state_size),
@@ -121,7 +117,7 @@ class Mamba2(RecurrentLayer):
             deterministic=self.deterministic,
             impl=self.impl,
         )
-        out: Addend = self.output(self.norm.gated(y.flatten(1), z), split_k_ok=split_k_ok)
+        out: Addend = self.output(self.norm.gated(y.flatten(1), z), metadata)
         return out
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from layers.input_metadata import InputMetadata
 from layers.linear import Linear
+from layers.norm import Hidden
 from layers.place import Filled, LeftPlain, Place
 from layers.placement import Layer, Placement
 from layers.quantization import Quantization, Scales, held_places, plain_places
 from layers.ranks import Addend
 from layers.sigmoid_router import SigmoidRouter
+from layers.sublayer import Sublayer
 from triton_ops.activations.quantised_rows import BLOCK
 from triton_ops.activations.silu_and_mul import silu_and_mul
 from triton_ops.e4m3 import E4M3
@@ -91,7 +94,7 @@ class E4M3Matrices(nn.Module):
 Stack = nn.Parameter | Mxfp4Matrices | E4M3Matrices
 
 
-class SparseMoE(Layer):
+class SparseMoE(Sublayer):
     """Each token passes through the `top_k` of `num_experts` feed-forward layers that a router chooses.
 
     `renormalize` makes a token's weights sum to 1. `bias`: the router and all projections have biases.
@@ -100,8 +103,12 @@ class SparseMoE(Layer):
     `hold_plain`, a checkpoint leaves some of them as they are. Each rank has all experts, of whose inner features
     `intermediate_size` are its own, as in `SummedLinear`. `names` are the names of an expert's gate, up and
     down projections in a checkpoint; those of up and down for an `activation` without a gate. A `router` of
-    sigmoids takes the place of a softmax over a linear layer.
+    sigmoids takes the place of a softmax over a linear layer. `emits_parts`: see `Linear`; one rank emits those of
+    `moe`, if its kind `makes_parts`.
     """
+
+    emits_parts = False
+    makes_parts: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -142,20 +149,19 @@ class SparseMoE(Layer):
         self.down_bias = placement.parameter(num_experts, hidden_size) if bias else None
 
     @property
-    def input_groups(self) -> None:
-        """As `Linear.input_groups`: its router and its experts read the same tokens."""
-        return None
+    def ends(self) -> tuple[None, SparseMoE]:
+        return None, self  # the router and the experts read the same tokens
 
-    def forward(self, x: Tensor, *, split_k_ok: bool = False) -> Addend:
-        """`x [num_tokens, hidden_size]` to the same shape, or to parts if they are allowed: see `moe`. Of several
-        ranks it is the sum, or a RankPart if parts are allowed.
-        """
-        part = self.of_rank(x, parts_ok=split_k_ok and self.ranks.is_alone)
-        return self.ranks.addend(part) if split_k_ok else self.ranks.summed(part)
+    def forward(self, x: Hidden, metadata: InputMetadata) -> Addend:
+        """`x [num_tokens, hidden_size]` to the same shape, or to parts: see `emits_parts`."""
+        assert isinstance(x, Tensor)  # two layers read it, so nobody quantises it for one
+        part = self.of_rank(x, metadata)
+        return self.ranks.addend(part) if self.emits_parts else self.ranks.summed(part)
 
-    def of_rank(self, x: Tensor, *, parts_ok: bool = False) -> Tensor:
+    def of_rank(self, x: Tensor, metadata: InputMetadata) -> Tensor:
         """`forward`, before ranks are summed."""
-        weights, experts = self.route(x)
+        weights, experts = self.route(x, metadata)
+        parts_ok = self.emits_parts and self.makes_parts and self.ranks.is_alone and not self.deterministic
         return moe(
             x,
             weights,
@@ -166,13 +172,13 @@ class SparseMoE(Layer):
             down_bias=self.down_bias if self.ranks.rank == 0 else None,
             activation=self.activation,
             deterministic=self.deterministic,
-            parts_ok=parts_ok and not self.deterministic,
+            parts_ok=parts_ok,
             impl=self.impl,
         )
 
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def route(self, x: Tensor, metadata: InputMetadata) -> tuple[Tensor, Tensor]:
         """Weights float32 and experts int64 `[num_tokens, top_k]`, as `moe` takes them."""
-        routed: Tensor | tuple[Tensor, Tensor] = self.router(x)
+        routed: Tensor | tuple[Tensor, Tensor] = self.router(x, metadata)
         if isinstance(routed, Tensor):
             return topk_softmax(routed, self.top_k, renormalize=self.renormalize, impl=self.impl)
         return routed
@@ -230,18 +236,19 @@ class SharedMoE(SparseMoE):
     `shared_name` is its name within the mixture's in a checkpoint; None: it is stored elsewhere.
     """
 
+    makes_parts = False
+
     def __init__(self, *sizes: int, shared: Layer, shared_name: str | None, **options: Any) -> None:
         super().__init__(*sizes, **options)
         self.shared, self.shared_name = shared, shared_name
 
-    def of_rank(self, x: Tensor, *, parts_ok: bool = False) -> Tensor:
-        """As `SparseMoE.of_rank`, never in parts."""
-        shared = self.of_shared(x)
-        return super().of_rank(x).add_(shared)
+    def of_rank(self, x: Tensor, metadata: InputMetadata) -> Tensor:
+        shared = self.of_shared(x, metadata)
+        return super().of_rank(x, metadata).add_(shared)
 
-    def of_shared(self, x: Tensor) -> Tensor:
+    def of_shared(self, x: Tensor, metadata: InputMetadata) -> Tensor:
         """What the shared expert adds, of this rank."""
-        added: Tensor = self.shared(x)
+        added: Tensor = self.shared(x, metadata)
         return added
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:

@@ -8,17 +8,27 @@ from torch.nn.functional import pad
 from layers.placement import Layer, Placement
 from layers.products import Product
 from layers.ranks import Addend, RankPart, whole
+from layers.weight import Weight
 from triton_ops.activations.quantised_rows import BLOCK, QuantisedRows
 from triton_ops.implementation import cdiv
 from triton_ops.norms.rms_norm import add_rms_norm, normed_by, quantised_rms_norm, rms_norm, rms_norm_add
 from triton_ops.recurrent.gated_rms_norm import gated_rms_norm, gated_squares
 
+Hidden = Tensor | QuantisedRows
+"""`[T, size]`, for layers whose weights are in e4m3 quantised by the kernel that made it."""
+
 
 class RMSNorm(Layer):
     """Root mean square norm over the last dimension, with a weight and no bias.
 
-    `offset`: see `rms_norm`. `neutral` is the weight that changes nothing. `accepts_split_k`: whether `add` takes
-    parts of x.
+    `offset`: see `rms_norm`. `neutral` is the weight that changes nothing.
+
+    Attributes:
+        adds_parts: whether `add` takes parts of x: see `Linear`.
+        before: the norm, of the same kind, that x goes through before `add` adds it to a residual.
+        reader: the weight whose product alone reads what `add` norms: if it is in e4m3, `add` quantises that.
+
+    A block sets the last two. They are in tuples, since they are no modules of the norm's; empty: there is none.
     """
 
     def __init__(self, size: int, eps: float, *, offset: float | None = None, placement: Placement) -> None:
@@ -26,28 +36,31 @@ class RMSNorm(Layer):
         self.weight = placement.parameter(size)
         self.eps, self.offset, self.impl = eps, offset, placement.impl
         self.neutral = 1.0 - (offset or 0.0)
-        self.accepts_split_k = offset is None
+        self.adds_parts = offset is None
+        self.before, self.reader = tuple[RMSNorm, ...](), tuple[Weight, ...]()
 
     def forward(self, x: Tensor) -> Tensor:
         """`x [..., size]`, normed."""
         return rms_norm(x, self.weight, self.eps, offset=self.offset, impl=self.impl)
 
-    def add(self, x: Addend, residual: Tensor, *, before: RMSNorm | None = None) -> tuple[Tensor, Tensor]:
-        """`x + residual` normed, and the sum, the next residual. `x` may be parts: see `Linear.forward`.
-        With a norm `before`, of the same kind, x is `before(x)`.
+    def add(self, x: Addend, residual: Tensor | None) -> tuple[Hidden, Tensor]:
+        """`x + residual` normed as the `reader` takes it, and the sum, the next residual; without a residual, x
+        normed, and x.
         """
+        if (groups := next((weight.input_groups for weight in self.reader), None)) is not None:
+            return self._quantised(x, residual, groups)
+        if residual is None:
+            x = whole(x)
+            return self(x), x
         if isinstance(x, RankPart):
-            if self.accepts_split_k and before is None:
+            if self.adds_parts and not self.before:
                 return x.peers.add_rms_norm(x.part, residual, self.weight, self.eps)
             x = whole(x)
-        first = None if before is None else before.weight
+        first = next((norm.weight for norm in self.before), None)
         return add_rms_norm(x, residual, self.weight, self.eps, offset=self.offset, before=first, impl=self.impl)
 
-    def quantised(self, x: Addend, residual: Tensor | None, *, groups: bool) -> tuple[QuantisedRows, Tensor]:
-        """`add`, or without a residual `forward` and x, for a layer that quantises its input: see
-        `Linear.input_groups`.
-        """
-        fits = self.accepts_split_k and not (groups and len(self.weight) < BLOCK)
+    def _quantised(self, x: Addend, residual: Tensor | None, groups: bool) -> tuple[QuantisedRows, Tensor]:
+        fits = self.adds_parts and not (groups and len(self.weight) < BLOCK)
         if fits and isinstance(x, RankPart) and residual is not None:
             return x.peers.quantised_rms_norm(x.part, residual, self.weight, self.eps, groups=groups)
         args = whole(x), residual, self.weight, self.eps

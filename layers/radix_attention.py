@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from layers.input_metadata import InputMetadata
-from memory_pool.state_pool import StatePool
 from triton_ops.attention.arguments import Scoring
 from triton_ops.attention.decode import decode_attention
 from triton_ops.attention.extend import extend_attention
 from triton_ops.attention.ordered import ordered_decode, ordered_extend
 from triton_ops.implementation import Impl
 from triton_ops.kv.qk_norm_rope_store import HeadNorm, Rotation, qk_norm_rope_store
-from triton_ops.kv.view import KVView
-
-
-class KVCache(Protocol):
-    """The pool as layers see it."""
-
-    @property
-    def states(self) -> StatePool | None: ...
-
-    def view(self, layer_id: int, req_to_token: Tensor) -> KVView: ...
 
 
 class RadixAttention(nn.Module):
@@ -50,7 +39,7 @@ class RadixAttention(nn.Module):
         self.layer_id, self.scoring, self.impl, self.deterministic = layer_id, scoring, impl, deterministic
         self.cos_sin_cache, self.q_factors, self.norm = cos_sin_cache, q_factors, norm
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, metadata: InputMetadata, kv_pool: KVCache) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, metadata: InputMetadata) -> Tensor:
         """Attention of a pass's T new tokens; writes their K and V to `metadata.out_cache_loc` first.
 
         `q` is `[T, num_heads, head_dim]`, `k` and `v` are `[T, num_kv_heads, head_dim]`, views of one packed
@@ -61,7 +50,7 @@ class RadixAttention(nn.Module):
         rotation = None
         if self.cos_sin_cache is not None:
             rotation = Rotation(self.cos_sin_cache, metadata.positions, q_factors=self.q_factors)
-        kv = kv_pool.view(self.layer_id, metadata.req_to_token)
+        kv = metadata.kv(self.layer_id)
         q, k, v = qk_norm_rope_store(
             q, k, v, kv, metadata.out_cache_loc, norm=self.norm, rotation=rotation, impl=self.impl
         )

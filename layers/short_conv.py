@@ -6,17 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch import Tensor
-
+from layers.input_metadata import InputMetadata
 from layers.linear import StackedLinear, SummedLinear
+from layers.norm import Hidden
 from layers.place import Place
 from layers.placement import Placement
 from layers.ranks import Addend
 from layers.recurrent import RecurrentLayer
-from memory_pool.state_pool import StateView
-from triton_ops.activations.quantised_rows import QuantisedRows
+from layers.weight import Weight
 from triton_ops.recurrent.causal_conv import causal_conv
-from triton_ops.recurrent.rows import StateRows
 
 
 class ShortConv(RecurrentLayer):
@@ -39,16 +37,14 @@ class ShortConv(RecurrentLayer):
         self.output = SummedLinear(channels, hidden_size, bias=bias, placement=placement)
 
     @property
-    def input_groups(self) -> bool | None:
-        """As `Linear.input_groups`."""
-        return self.bcx.input_groups
+    def ends(self) -> tuple[Weight, SummedLinear]:
+        return self.bcx.weight, self.output
 
-    def mixed(
-        self, hidden: Tensor | QuantisedRows, rows: StateRows, states: StateView, *, split_k_ok: bool = False
-    ) -> Addend:
-        b, c, x = self.bcx(hidden).chunk(3, dim=1)
-        mixed = causal_conv(x, self.conv, self.conv_bias, states.conv, rows, gates=(b, c), impl=self.impl)
-        out: Addend = self.output(mixed, split_k_ok=split_k_ok)
+    def forward(self, x: Hidden, metadata: InputMetadata) -> Addend:
+        rows, states = metadata.states_of(self.layer_id)
+        b, c, inner = self.bcx(x, metadata).chunk(3, dim=1)
+        mixed = causal_conv(inner, self.conv, self.conv_bias, states.conv, rows, gates=(b, c), impl=self.impl)
+        out: Addend = self.output(mixed, metadata)
         return out
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from layers.input_metadata import InputMetadata
 from layers.placement import Layer, Placement
 from layers.products import Product
 from triton_ops.moe.topk_sigmoid import topk_sigmoid
@@ -52,7 +53,7 @@ class SigmoidRouter(Layer):
         self.correction = wide.parameter(num_experts)
         self.product = Product(placement.impl) if placement.deterministic else None
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, metadata: InputMetadata) -> tuple[Tensor, Tensor]:
         """`x [num_tokens, hidden_size]` to weights float32 and experts int64, `[num_tokens, top_k]`."""
         product = nn.functional.linear if self.product is None else self.product
         return self.choose(product(x.float(), self.weight), self.correction)

@@ -6,17 +6,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch import Tensor
-
+from layers.input_metadata import InputMetadata
 from layers.linear import Linear, SummedLinear
+from layers.norm import Hidden
 from layers.place import Place
-from layers.placement import Layer, Placement
+from layers.placement import Placement
 from layers.ranks import Addend
-from triton_ops.activations.quantised_rows import QuantisedRows
+from layers.sublayer import Sublayer
+from layers.weight import Weight
 from triton_ops.activations.squared_relu import squared_relu
 
 
-class SquaredReLU(Layer):
+class SquaredReLU(Sublayer):
     """`down(relu(up(x))^2)`. `bias`: both have biases."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool, placement: Placement) -> None:
@@ -26,13 +27,12 @@ class SquaredReLU(Layer):
         self.impl = placement.impl
 
     @property
-    def input_groups(self) -> bool | None:
-        """As `Linear.input_groups`."""
-        return self.up.input_groups
+    def ends(self) -> tuple[Weight, SummedLinear]:
+        return self.up.weight, self.down
 
-    def forward(self, hidden: Tensor | QuantisedRows, *, split_k_ok: bool = False) -> Addend:
-        """`hidden [T, hidden_size]` to the same shape, or to parts if they are allowed: see `Linear.forward`."""
-        out: Addend = self.down(squared_relu(self.up(hidden), impl=self.impl), split_k_ok=split_k_ok)
+    def forward(self, x: Hidden, metadata: InputMetadata) -> Addend:
+        """`x [T, hidden_size]` to the same shape, or to parts: see `Linear`."""
+        out: Addend = self.down(squared_relu(self.up(x, metadata), impl=self.impl), metadata)
         return out
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from layers.input_metadata import InputMetadata
 from layers.placement import Layer, Placement
 from layers.products import Product
 from triton_ops.attention.soft_cap import soft_cap
@@ -22,7 +23,7 @@ class Embedding(Layer):
         self.ranks = placement.ranks.dividing(vocab_size)
         self.weight = placement.parameter(vocab_size // self.ranks.size, hidden_size)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, metadata: InputMetadata) -> Tensor:
         """`input_ids` int32 or int64 `[T]`, each below vocab_size, to `[T, hidden_size]`."""
         embedded = self._rows(input_ids)
         return embedded if self.scale == 1.0 else embedded * self.scale

@@ -235,12 +235,14 @@ class Executor:
             extend_plans=plans.extend,
             num_extends=num_extends,
             num_extend_tokens=InputMetadata.count_extend_tokens(host["extend_seq_lens"], num_extends),
+            kv_pool=self._kv_pool,
             states=_state_rows(arrays, num_extends),
+            state_pool=self._kv_pool.states,
         )
         ids = arrays["input_ids"]
         if self._stage.is_first:
             ids = known_tokens(ids, self.last_token, impl=self._impl)
-        hidden = self._model(ids, metadata, self._kv_pool, handed=handed, num_blocks=num_blocks)
+        hidden = self._model(ids, metadata, handed=handed, num_blocks=num_blocks)
         if not self._stage.is_last:
             if packed.key is not None:
                 self._handed_on[: len(hidden)].copy_(hidden)

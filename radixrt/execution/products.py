@@ -5,11 +5,13 @@ a pass, and whether attention and recurrent layers have the same bits however a 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise, takewhile
 
 import torch
 from torch import Tensor
 
+from layers.input_metadata import NO_PASS
 from layers.linear import Linear
 from layers.moe import SparseMoE
 from layers.placement import Placement
@@ -100,8 +102,7 @@ def _check_experts(layer: SparseMoE, placement: Placement, max_rows: int) -> Non
     x = torch.randn(counts[-1], hidden_size, generator=generator, device=device).to(dtype)
 
     def computed(rows: Tensor) -> Tensor:
-        result: Tensor = layer(rows)
-        return result
+        return whole(layer(rows, NO_PASS))
 
     expected = computed(x)
     moved = computed(x.roll(1, 0)).roll(-1, 0)
@@ -169,13 +170,14 @@ def _check_states(decoder: Decoder, layer: RecurrentLayer) -> None:
     def mixed(ends: Sequence[int], sequences: int) -> list[Tensor]:
         """Of the first one the outputs, and the parts of the state that it leaves; passes end at `ends`."""
         pool = StatePool(1 + sequences, config.state_parts(1, placement.dtype), device=device)
-        states, parts = pool.view(0), []
+        states, parts = pool.view(layer.layer_id), []
         numbers = torch.arange(sequences, dtype=torch.int32, device=device)
         for start, end in pairwise([0, *ends]):
             tokens, lens = end - start, torch.full_like(numbers, end - start)
             begun = numbers + 1 if start else torch.zeros_like(numbers)
             rows = StateRows(numbers * tokens, lens, begun, numbers + 1, sequences if tokens > 1 else 0)
-            out = whole(layer.mixed(hidden[:sequences, start:end].flatten(0, 1), rows, states))
+            metadata = replace(NO_PASS, states=rows, state_pool=pool)
+            out = whole(layer(hidden[:sequences, start:end].flatten(0, 1), metadata))
             parts.append(out[:tokens])
         return [torch.cat(parts), states.conv[1], states.recurrent[1]]
 

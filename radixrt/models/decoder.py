@@ -19,26 +19,22 @@ from torch import Tensor, nn
 from layers.input_metadata import InputMetadata
 from layers.linear import StackedLinear, SummedLinear
 from layers.moe import EXPERT_NAMES, SparseMoE
-from layers.norm import JointRMSNorm, RMSNorm
+from layers.norm import Hidden, JointRMSNorm, RMSNorm
 from layers.place import Place
-from layers.placement import Layer, Placement
-from layers.radix_attention import KVCache, RadixAttention
+from layers.placement import Placement
+from layers.radix_attention import RadixAttention
 from layers.ranks import Addend, whole
 from layers.recurrent import RecurrentLayer
-from layers.squared_relu import SquaredReLU
+from layers.sublayer import Sublayer
 from layers.vocabulary import Embedding, LogitsHead
 from layers.weight import Weight
 from memory_pool.layout import Layout
 from radixrt.models.config import ModelConfig
 from triton_ops.activations.gelu_and_mul import gelu_and_mul
-from triton_ops.activations.quantised_rows import QuantisedRows
 from triton_ops.activations.sigmoid import sigmoid
 from triton_ops.activations.silu_and_mul import quantised_silu_and_mul, silu_and_mul
 from triton_ops.attention.arguments import Scoring
 from triton_ops.kv.qk_norm_rope_store import HeadNorm
-
-Hidden = Tensor | QuantisedRows
-"""`[T, size]`, for layers whose weights are in e4m3 quantised by the kernel that made it."""
 
 # Of the stacked projection gate | up, by the name of the gate's activation.
 ACTIVATIONS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
@@ -50,7 +46,7 @@ ACTIVATIONS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
 )
 
 
-class Attention(nn.Module):
+class Attention(Sublayer):
     """Projections, norms of q and k, rotation and attention of one layer.
 
     Args:
@@ -126,22 +122,19 @@ class Attention(nn.Module):
         )
 
     @property
-    def input_groups(self) -> bool | None:
-        """As `Linear.input_groups`."""
-        return self.qkv.input_groups
+    def ends(self) -> tuple[Weight, SummedLinear]:
+        return self.qkv.weight, self.output
 
-    def forward(
-        self, hidden: Hidden, metadata: InputMetadata, kv_pool: KVCache, *, split_k_ok: bool = False
-    ) -> Addend:
-        """`hidden [T, hidden_size]` to the same shape, or to parts if they are allowed: see `Linear.forward`."""
-        q, k, v, *gates = self.qkv(hidden).unflatten(1, (-1, self.head_dim)).split(self.num_heads, dim=1)
+    def forward(self, x: Hidden, metadata: InputMetadata) -> Addend:
+        """`x [T, hidden_size]` to the same shape, or to parts: see `Linear`. Writes the tokens' KV."""
+        q, k, v, *gates = self.qkv(x, metadata).unflatten(1, (-1, self.head_dim)).split(self.num_heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None and not self.norms_each_head:
             q = self.q_norm(q.flatten(1)).view(q.shape)
             k = self.k_norm(k.flatten(1)).view(k.shape)
-        attended = self.attention(q, k, v, metadata, kv_pool)
+        attended = self.attention(q, k, v, metadata)
         for gate in gates:
             attended.mul_(sigmoid(gate, deterministic=self.deterministic))
-        out: Addend = self.output(attended.flatten(1), split_k_ok=split_k_ok)
+        out: Addend = self.output(attended.flatten(1), metadata)
         return out
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
@@ -158,7 +151,7 @@ Mixer = Attention | RecurrentLayer
 """What mixes the tokens of a sequence."""
 
 
-class FeedForward(Layer):
+class FeedForward(Sublayer):
     """`down(activation(gate(x)) * up(x))`: SwiGLU or GeGLU, as `config.activation` says.
 
     `names` are those of the gate, up and down projections in a checkpoint, which may store the first two as one,
@@ -182,25 +175,24 @@ class FeedForward(Layer):
             ACTIVATIONS[config.activation], impl=placement.impl, deterministic=placement.deterministic
         )
         self.is_silu, self.impl = config.activation == "silu", placement.impl
-        # Whether one kernel may compute the product and its activation.
+        # Whether one kernel may compute the product and its activation; then nothing comes between.
         self.fuses = config.activation == "silu" and not bias and not placement.deterministic
         self.down = SummedLinear(inner, hidden, bias=bias, placement=placement)
 
     @property
-    def input_groups(self) -> bool | None:
-        """As `Linear.input_groups`."""
-        return self.gate_up.input_groups
+    def ends(self) -> tuple[Weight, SummedLinear]:
+        return self.gate_up.weight, self.down
 
-    def forward(self, hidden: Hidden, *, split_k_ok: bool = False) -> Addend:
-        """`hidden [T, hidden_size]` to the same shape, or to parts if they are allowed: see `Linear.forward`."""
-        gated: Hidden | None = self.gate_up.weight.silu_gated(hidden) if self.fuses else None
+    def forward(self, x: Hidden, metadata: InputMetadata) -> Addend:
+        """`x [T, hidden_size]` to the same shape, or to parts: see `Linear`."""
+        gated: Hidden | None = self.gate_up.weight.silu_gated(x) if self.fuses else None
         if gated is None:
-            groups, product = self.down.input_groups, self.gate_up(hidden)
+            groups, product = self.down.weight.input_groups, self.gate_up(x, metadata)
             if groups is not None and self.is_silu:
                 gated = quantised_silu_and_mul(product, groups=groups, impl=self.impl)
             else:
                 gated = self.activation(product)
-        out: Addend = self.down(gated, split_k_ok=split_k_ok)
+        out: Addend = self.down(gated, metadata)
         return out
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
@@ -211,10 +203,12 @@ class FeedForward(Layer):
 class MixerBlock(nn.Module):
     """A layer without a feed-forward part: norm and attention, or what is in its place.
 
-    The residual travels beside the hidden states, so that each addition is fused with the next norm.
-    `checkpoint_names` maps parts to stored names.
+    The residual travels beside the hidden states, so that each addition is fused with the next norm. If a block
+    `joins` its norms and sublayers, it settles as it is built what they hand on (`Sublayer.join`); otherwise they
+    hand on whole sums in the model's dtype. `checkpoint_names` maps parts to stored names.
     """
 
+    joins: ClassVar[bool] = True
     checkpoint_names: ClassVar[Mapping[str, str]] = MappingProxyType(
         {"attention_norm": "input_layernorm", "attention": "self_attn"}
     )
@@ -223,17 +217,18 @@ class MixerBlock(nn.Module):
         super().__init__()
         self.attention_norm = attention_norm
         self.attention = attention
+        if self.joins:
+            # The norm that comes next, of this or the next layer or the decoder, is of the same kind.
+            attention.join(before=attention_norm, after=attention_norm)
 
     def forward(
-        self, hidden: Addend, residual: Tensor | None, metadata: InputMetadata, kv_pool: KVCache
+        self, hidden: Addend, residual: Tensor | None, metadata: InputMetadata
     ) -> tuple[Addend, Tensor | None]:
         """The layer's input is `hidden + residual`, or `hidden` alone before the first; so is its output. Beside a
         residual, `hidden` may be parts: only the `add` of a norm reads it.
         """
-        # The norm that comes next, of this or the next layer or the decoder, is of the same kind.
-        split_k_ok = self.attention_norm.accepts_split_k
-        normed, residual = _normed(self.attention_norm, hidden, residual, self.attention)
-        return self.attention(normed, metadata, kv_pool, split_k_ok=split_k_ok), residual
+        normed, residual = self.attention_norm.add(hidden, residual)
+        return self.attention(normed, metadata), residual
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
         for part, stored in self.checkpoint_names.items():
@@ -243,7 +238,7 @@ class MixerBlock(nn.Module):
 class Block(MixerBlock):
     """One layer, built of the parts given: norm, attention, norm, feed-forward.
 
-    A family with norms in other places derives a class with its own `forward`.
+    A family with norms in other places derives a class with its own `forward`, and sets `joins` to False.
     """
 
     checkpoint_names = MappingProxyType(
@@ -260,34 +255,20 @@ class Block(MixerBlock):
         attention_norm: RMSNorm,
         attention: Mixer,
         feed_forward_norm: RMSNorm,
-        feed_forward: FeedForward | SparseMoE | SquaredReLU,
+        feed_forward: Sublayer,
     ) -> None:
         super().__init__(attention_norm=attention_norm, attention=attention)
         self.feed_forward_norm = feed_forward_norm
         self.feed_forward = feed_forward
+        if self.joins:
+            feed_forward.join(before=feed_forward_norm, after=feed_forward_norm)
 
     def forward(
-        self, hidden: Addend, residual: Tensor | None, metadata: InputMetadata, kv_pool: KVCache
+        self, hidden: Addend, residual: Tensor | None, metadata: InputMetadata
     ) -> tuple[Addend, Tensor | None]:
-        split_k_ok = self.feed_forward_norm.accepts_split_k
-        attended, residual = super().forward(hidden, residual, metadata, kv_pool)
-        normed, residual = _normed(self.feed_forward_norm, attended, residual, self.feed_forward)
-        return self.feed_forward(normed, split_k_ok=split_k_ok), residual
-
-
-def _normed(
-    norm: RMSNorm,
-    hidden: Addend,
-    residual: Tensor | None,
-    consumer: Mixer | FeedForward | SparseMoE | SquaredReLU,
-) -> tuple[Hidden, Tensor]:
-    """`hidden`, plus the residual if there is one, normed as its only consumer takes it; and the sum."""
-    if consumer.input_groups is not None:
-        return norm.quantised(hidden, residual, groups=consumer.input_groups)
-    if residual is None:
-        hidden = whole(hidden)
-        return norm(hidden), hidden
-    return norm.add(hidden, residual)
+        attended, residual = super().forward(hidden, residual, metadata)
+        normed, residual = self.feed_forward_norm.add(attended, residual)
+        return self.feed_forward(normed, metadata), residual
 
 
 def _are_quantised(block: nn.Module) -> tuple[bool, ...]:
@@ -400,22 +381,25 @@ class Decoder(nn.Module):
         self,
         input_ids: Tensor,
         metadata: InputMetadata,
-        kv_pool: KVCache,
         *,
         handed: Tensor | None = None,
         num_blocks: int | None = None,
     ) -> Tensor:
-        """Run a pass over `input_ids` int32 or int64 `[T]`, writing the tokens' KV into `kv_pool`. Stages but the
-        first one take what the one before has `handed` on, `[T, hidden_size]` in the model's dtype.
+        """Run a pass over `input_ids` int32 or int64 `[T]`, writing the tokens' KV into `metadata`'s pool. Stages
+        but the first one take what the one before has `handed` on, `[T, hidden_size]` in the model's dtype.
 
         Returns the hidden states after the last norm, or those to be handed on, of the same kind. With
         `num_blocks` only the first blocks run, to warm up their kernels: the result means nothing then.
         """
-        hidden: Addend = self.embedding(input_ids) if handed is None else handed
+        hidden: Addend = self.embedding(input_ids, metadata) if handed is None else handed
         residual: Tensor | None = None
         for block in islice(self.blocks, num_blocks):
-            hidden, residual = block(hidden, residual, metadata, kv_pool)
-        return self.final_norm(hidden, residual) if self.stage.is_last else self.handed_on(hidden, residual)
+            hidden, residual = block(hidden, residual, metadata)
+        if not self.stage.is_last:
+            return self.handed_on(hidden, residual)
+        normed, _ = self.norm.add(hidden, residual)
+        assert isinstance(normed, Tensor)  # it has no `reader`
+        return normed
 
     def handed_on(self, hidden: Addend, residual: Tensor | None) -> Tensor:
         """The output of the stage's last layer, `[T, hidden_size]`."""
@@ -423,11 +407,6 @@ class Decoder(nn.Module):
         if residual is None:
             return hidden
         return residual + (hidden.sum(0).to(residual.dtype) if hidden.dim() == 3 else hidden)  # it may be parts
-
-    def final_norm(self, hidden: Addend, residual: Tensor | None) -> Tensor:
-        """Normalise the last layer's output."""
-        normed: Tensor = self.norm(hidden) if residual is None else self.norm.add(hidden, residual)[0]
-        return normed
 
     def compute_logits(
         self, hidden: Tensor, logits_indices: Tensor | None, *, out: Tensor | None = None

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from layers.input_metadata import InputMetadata
 from layers.placement import Placement
-from layers.radix_attention import KVCache
-from layers.ranks import Addend, whole
+from layers.ranks import Addend
 from layers.vocabulary import Embedding, LogitsHead
 from radixrt.models.config import ModelConfig
 from radixrt.models.decoder import Attention, Block, Decoder
@@ -38,21 +37,19 @@ class GraniteConfig(ModelConfig):
 class GraniteBlock(Block):
     """`x + factor * attention(norm(x))`, and the same for the feed-forward layer."""
 
+    joins = False
+
     def __init__(self, *, factor: float, **parts: Any) -> None:
         super().__init__(**parts)
         self.factor = factor
 
     def forward(
-        self, hidden: Addend, residual: Tensor | None, metadata: InputMetadata, kv_pool: KVCache
+        self, hidden: Addend, residual: Tensor | None, metadata: InputMetadata
     ) -> tuple[Tensor, Tensor]:
-        if residual is None:
-            residual = whole(hidden)
-            hidden = self.attention_norm(residual)
-        else:
-            hidden, residual = self.attention_norm.add(hidden, residual)
-        hidden = self.attention(hidden, metadata, kv_pool) * self.factor
-        hidden, residual = self.feed_forward_norm.add(hidden, residual)
-        return self.feed_forward(hidden) * self.factor, residual
+        normed, residual = self.attention_norm.add(hidden, residual)
+        attended = self.attention(normed, metadata) * self.factor
+        normed, residual = self.feed_forward_norm.add(attended, residual)
+        return self.feed_forward(normed, metadata) * self.factor, residual
 
 
 class GraniteHead(LogitsHead):

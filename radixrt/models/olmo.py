@@ -8,7 +8,6 @@ from torch import Tensor
 
 from layers.input_metadata import InputMetadata
 from layers.norm import JointRMSNorm, RMSNorm
-from layers.radix_attention import KVCache
 from layers.ranks import Addend, whole
 from radixrt.models.decoder import Attention, Block, Decoder
 
@@ -16,6 +15,7 @@ from radixrt.models.decoder import Attention, Block, Decoder
 class Olmo2Block(Block):
     """`x + norm(attention(x))`, then `x + norm(feed_forward(x))`; no residual is left to add."""
 
+    joins = False
     checkpoint_names = MappingProxyType(
         {
             "attention": "self_attn",
@@ -26,11 +26,11 @@ class Olmo2Block(Block):
     )
 
     def forward(
-        self, hidden: Addend, residual: Tensor | None, metadata: InputMetadata, kv_pool: KVCache
+        self, hidden: Addend, residual: Tensor | None, metadata: InputMetadata
     ) -> tuple[Tensor, None]:
         hidden = whole(hidden)
-        hidden = self.attention_norm.onto(self.attention(hidden, metadata, kv_pool), hidden)
-        return self.feed_forward_norm.onto(self.feed_forward(hidden), hidden), None
+        hidden = self.attention_norm.onto(self.attention(hidden, metadata), hidden)
+        return self.feed_forward_norm.onto(self.feed_forward(hidden, metadata), hidden), None
 
 
 class Olmo2(Decoder):

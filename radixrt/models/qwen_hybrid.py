@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from layers.gated_delta_net import DeltaSizes, GatedDeltaNet
+from layers.input_metadata import InputMetadata
 from layers.int4_formats import Words
 from layers.linear import Linear
 from layers.moe import EXPERT_NAMES, SharedMoE, SparseMoE
@@ -234,9 +235,9 @@ class GatedSharedMoE(SharedMoE):
         super().__init__(*sizes, shared_name="shared_expert", **options)
         self.shared_gate = shared_gate
 
-    def of_shared(self, x: Tensor) -> Tensor:
-        share = sigmoid(self.shared_gate(x), deterministic=self.deterministic)
-        return super().of_shared(x) * share
+    def of_shared(self, x: Tensor, metadata: InputMetadata) -> Tensor:
+        share = sigmoid(self.shared_gate(x, metadata), deterministic=self.deterministic)
+        return super().of_shared(x, metadata) * share
 
     def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
         yield from super().checkpoint_tensors(name)

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from layers.input_metadata import InputMetadata
 from layers.norm import RMSNorm
-from layers.radix_attention import KVCache
+from layers.placement import Placement
 from layers.ranks import Addend, whole
+from radixrt.models.config import ModelConfig
 from radixrt.models.decoder import Block, Decoder
 
 
@@ -21,6 +21,7 @@ class SandwichBlock(Block):
     is therefore left to the next layer, as its `entry_norm`, or to the decoder.
     """
 
+    joins = False
     checkpoint_names = MappingProxyType(
         {
             "attention_norm": "input_layernorm",
@@ -41,27 +42,21 @@ class SandwichBlock(Block):
         **parts: Any,
     ) -> None:
         super().__init__(**parts)
-        self.entry_norm = entry_norm
         self.after_attention_norm = after_attention_norm
         self.after_feed_forward_norm = after_feed_forward_norm
-
-    def forward(
-        self, hidden: Addend, residual: Tensor | None, metadata: InputMetadata, kv_pool: KVCache
-    ) -> tuple[Tensor, Tensor]:
-        if residual is None:
-            residual = whole(hidden)
-            hidden = self.attention_norm(residual)
-        else:
-            hidden, residual = self.attention_norm.add(hidden, residual, before=self.entry_norm)
-        hidden = self.attention(hidden, metadata, kv_pool)
-        hidden, residual = self.feed_forward_norm.add(hidden, residual, before=self.after_attention_norm)
-        return self.feed_forward(hidden), residual
+        self.attention_norm.before = () if entry_norm is None else (entry_norm,)
+        self.feed_forward_norm.before = (after_attention_norm,)
 
 
 class SandwichDecoder(Decoder):
     """A decoder of such layers, by the names of `sandwich_class`."""
 
     sandwich_class: ClassVar[type[SandwichBlock]] = SandwichBlock
+
+    def __init__(self, config: ModelConfig, placement: Placement) -> None:
+        super().__init__(config, placement)
+        if self.stage.is_last:
+            self.norm.before = (self._exit_norm(),)
 
     def build_block(self, layer_id: int) -> SandwichBlock:
         size = self.config.hidden_size
@@ -78,10 +73,6 @@ class SandwichDecoder(Decoder):
     def handed_on(self, hidden: Addend, residual: Tensor | None) -> Tensor:
         assert residual is not None
         return self._exit_norm().onto(whole(hidden), residual)
-
-    def final_norm(self, hidden: Addend, residual: Tensor | None) -> Tensor:
-        assert residual is not None
-        return self.norm.add(hidden, residual, before=self._exit_norm())[0]
 
     def _exit_norm(self) -> RMSNorm:
         """The last norm of the last layer built so far."""

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from layers.linear import Linear
 from layers.placement import Placement
+from layers.weight import Weight
 from scripts.kernels.case import Call, Case, Contender, Expected, Source, seeded
 from scripts.kernels.roofline import Work
 from triton_ops.norms.rms_norm import add_rms_norm
@@ -33,9 +33,9 @@ def _ours(inputs: LinearInputs) -> Call:
     """Parts where they are faster."""
     num_columns, depth = inputs.weight.shape
     placement = Placement(inputs.x.dtype, torch.device("meta"), "triton")
-    projection = Linear(depth, num_columns, bias=False, placement=placement)
-    projection.weight.values = nn.Parameter(inputs.weight, requires_grad=False)
-    return _call(lambda: projection(inputs.x, split_k_ok=True), inputs)
+    weight = Weight(num_columns, depth, placement=placement)
+    weight.values = nn.Parameter(inputs.weight, requires_grad=False)
+    return _call(lambda: weight.product(inputs.x, None, split_k_ok=True), inputs)
 
 
 def _cublas(inputs: LinearInputs) -> Call:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from layers.input_metadata import NO_PASS
 from layers.linear import Linear
 from layers.moe import SparseMoE
 from layers.placement import Placement
@@ -96,9 +96,7 @@ class Without(torch.nn.Module):
 class WithoutStates(torch.nn.Module):
     """In place of a recurrent layer: each token keeps its hidden state."""
 
-    input_groups = None
-
-    def forward(self, hidden: Tensor, *rest: object, split_k_ok: bool) -> Tensor:
+    def forward(self, hidden: Tensor, *rest: object) -> Tensor:
         return hidden / 2
 
 
@@ -120,10 +118,9 @@ def test_a_model_without_attention(family: str, dtype: str, num_threads: int, fo
             module.attention = Without()
         if isinstance(module, MixerBlock) and isinstance(module.attention, RecurrentLayer):
             module.attention = WithoutStates()
-    nothing: Any = None
 
     def logits(ids: Tensor) -> Tensor:
-        return decoder.compute_logits(decoder(ids, nothing, nothing), None)
+        return decoder.compute_logits(decoder(ids, NO_PASS), None)
 
     ids = torch.randint(3, 100, (ROWS,), generator=torch.Generator().manual_seed(0))
     counts = (1, 2, 3, 5, 13, 31, 64, 66)
@@ -134,7 +131,7 @@ def test_a_model_without_attention(family: str, dtype: str, num_threads: int, fo
         assert torch.equal(logits(ids), before)
         assert not differing_counts(logits, ids, counts=counts)
         indices = torch.tensor([5, 0, 63], dtype=torch.int32)
-        hidden = decoder(ids, nothing, nothing)
+        hidden = decoder(ids, NO_PASS)
         assert torch.equal(decoder.compute_logits(hidden, indices), before[[5, 0, 63]])
 
 

@@ -41,7 +41,8 @@ def test_golden_example() -> None:
     seq_lens, prefix_lens, rows = [6, 10], [3, 4], [2, 0]
     req_to_token = scattered_rows(3, 12)
     out_cache_loc = torch.cat([req_to_token[2, 3:6], req_to_token[0, 4:10]])
-    metadata = input_metadata(rows, seq_lens, prefix_lens, out_cache_loc.numpy(), req_to_token)
+    pool = TwoLayerPool(40, 4, 64)
+    metadata = input_metadata(rows, seq_lens, prefix_lens, out_cache_loc.numpy(), req_to_token, kv_pool=pool)
     expected = {
         "req_pool_indices": rows,
         "seq_lens": seq_lens,
@@ -61,11 +62,10 @@ def test_golden_example() -> None:
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(9, 32, 64, generator=generator)
     k, v = torch.randn(9, 4, 64, generator=generator), torch.randn(9, 4, 64, generator=generator)
-    pool = TwoLayerPool(40, 4, 64)
     for row, prefix in zip(rows, prefix_lens, strict=True):
         slots = req_to_token[row, :prefix].long()
         pool.kv[1, :, slots] = torch.randn(2, prefix, 4, 64, generator=generator)
-    out = attention(1, Scoring(0.125))(q, k, v, metadata, pool)
+    out = attention(1, Scoring(0.125))(q, k, v, metadata)
 
     assert pool.kv[0].isnan().all(), "layer 0 is not layer 1"
     assert torch.equal(pool.kv[1, 0, out_cache_loc.long()], k)
@@ -84,8 +84,9 @@ def test_extends_and_decodes_of_one_pass(num_extends: int) -> None:
     prefix_lens = [seq - (2 + b if b < num_extends else 1) for b, seq in enumerate(seq_lens)]
     req_to_token = scattered_rows(4, 10)
     out_cache_loc = np.concatenate([req_to_token[b, prefix_lens[b] : seq_lens[b]].numpy() for b in range(4)])
+    pool = TwoLayerPool(41, 2, 8)
     metadata = input_metadata(
-        range(4), seq_lens, prefix_lens, out_cache_loc, req_to_token, num_extends=num_extends
+        range(4), seq_lens, prefix_lens, out_cache_loc, req_to_token, num_extends=num_extends, kv_pool=pool
     )
     num_new = [seq - prefix for seq, prefix in zip(seq_lens, prefix_lens, strict=True)]
     assert metadata.num_extend_tokens == sum(num_new[:num_extends])
@@ -96,14 +97,13 @@ def test_extends_and_decodes_of_one_pass(num_extends: int) -> None:
     assert metadata.decode_plan(sliding_window=7) is plan
 
     generator = torch.Generator().manual_seed(2)
-    pool = TwoLayerPool(41, 2, 8)
     for b in range(4):
         pool.kv[0, :, req_to_token[b, : prefix_lens[b]].long()] = torch.randn(
             2, prefix_lens[b], 2, 8, generator=generator
         )
     packed = torch.randn(sum(num_new), 8, 8, generator=generator)
     q, k, v = packed[:, :4], packed[:, 4:6], packed[:, 6:]
-    out = attention(0, Scoring(0.3))(q, k, v, metadata, pool)
+    out = attention(0, Scoring(0.3))(q, k, v, metadata)
     assert out.shape == (sum(num_new), 4, 8)
     for b, (part, result) in enumerate(zip(q.split(num_new), out.split(num_new), strict=True)):
         slots = req_to_token[b, : seq_lens[b]].long()
@@ -112,10 +112,10 @@ def test_extends_and_decodes_of_one_pass(num_extends: int) -> None:
 
 
 def test_empty_batch() -> None:
-    metadata = input_metadata([], [], [], [], scattered_rows(1, 4))
+    metadata = input_metadata([], [], [], [], scattered_rows(1, 4), kv_pool=TwoLayerPool(4, 2, 8))
     assert metadata.positions.shape == (0,)
     empty = torch.empty(0, 2, 8)
-    out = attention(0, Scoring(1.0))(empty, empty, empty, metadata, TwoLayerPool(4, 2, 8))
+    out = attention(0, Scoring(1.0))(empty, empty, empty, metadata)
     assert out.shape == (0, 2, 8)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from layers import products
+from layers.input_metadata import NO_PASS
 from layers.linear import Linear, StackedLinear
 from layers.placement import Placement
 from layers.products import Product, ProductTable, compare_products, same_bits
@@ -180,7 +181,7 @@ def with_table(layer: Linear | LogitsHead) -> Linear | LogitsHead:
 
 
 def applied(layer: Linear | LogitsHead) -> Any:
-    return layer if isinstance(layer, Linear) else lambda x: layer(x, None)
+    return partial(layer, metadata=NO_PASS) if isinstance(layer, Linear) else partial(layer, logits_indices=None)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -211,9 +212,9 @@ def test_a_result_is_put_where_it_is_wanted() -> None:
 
 def test_rows_of_a_batch_of_sequences() -> None:
     layer, x = with_table(layer_of("linear", torch.float32)), random(6, 5, 96)
-    assert same_bits(layer(x), layer(x.flatten(0, 1)).view(6, 5, 48))
+    assert same_bits(layer(x, NO_PASS), layer(x.flatten(0, 1), NO_PASS).view(6, 5, 48))
     packed = random(10, 3 * 96)
-    assert same_bits(layer(packed[:, 96:192]), layer(packed[:, 96:192].contiguous()))
+    assert same_bits(layer(packed[:, 96:192], NO_PASS), layer(packed[:, 96:192].contiguous(), NO_PASS))
 
 
 @contextmanager
@@ -273,7 +274,7 @@ def test_other_layers_compute_as_before() -> None:
     layer.weight.values.copy_(random(48, 96))
     x = random(3, 96)
     assert layer.product is None
-    assert torch.equal(layer(x), linear(x, layer.weight.values))
+    assert torch.equal(layer(x, NO_PASS), linear(x, layer.weight.values))
     assert torch.equal(plain_linear(x, layer.weight.values, None, torch.empty(3, 48)), x @ layer.weight.values.T)
 
 
@@ -287,8 +288,9 @@ def test_no_sum_is_cut_into_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     for deterministic in (True, False):
         layer = Linear(32, 16, bias=False, placement=Placement(torch.float32, CPU, "triton", deterministic))
         layer.weight.values.copy_(weight)
+        layer.emits_parts = True
         if deterministic:
-            torch.testing.assert_close(layer(x, split_k_ok=True), linear(x, weight))
+            torch.testing.assert_close(layer(x, NO_PASS), linear(x, weight))
         else:
             with pytest.raises(AssertionError, match="looked for parts"):
-                layer(x, split_k_ok=True)
+                layer(x, NO_PASS)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from layers.input_metadata import NO_PASS
 from layers.linear import Linear, StackedLinear, SummedLinear
 from layers.moe import SparseMoE
 from layers.norm import GatedRMSNorm, JointRMSNorm, RMSNorm
@@ -112,7 +115,7 @@ def test_a_summed_layer(size: int, bias: bool, deterministic: bool) -> None:
         layer.weight.values.copy_(weight[:, own])
         if layer.bias is not None:
             layer.bias.copy_(added)
-        return layer(x[:, own])
+        return layer(x[:, own], NO_PASS)
 
     assert_same_on_all(on_ranks(size, work), x @ weight.T + (added if bias else 0))
 
@@ -125,7 +128,8 @@ def test_only_one_rank_makes_parts_of_a_sum(monkeypatch: pytest.MonkeyPatch) -> 
 
     def work(ranks: Ranks) -> Tensor:
         layer = SummedLinear(32, 12, bias=False, placement=replace(PLACEMENT, ranks=ranks))
-        return layer(random(5, 32), split_k_ok=True)
+        layer.emits_parts = True
+        return layer(random(5, 32), NO_PASS)
 
     assert [found.item() for found in on_ranks(2, work)] == [0.0, 0.0]
     assert work(ALONE).item() == 1.0
@@ -158,9 +162,14 @@ class Peers:
         return quantised_rms_norm(self.ranks.summed(part), residual, weight, eps, groups=groups)
 
 
+def reader(*, groups: bool) -> Any:
+    """A weight that takes its input quantised."""
+    return SimpleNamespace(input_groups=groups)
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_norm_sums_parts(mixed: bool) -> None:
-    """If it is told to, if they fit, and if nothing else comes before."""
+    """If the layer emits them, if they fit, and if nothing else comes before."""
     weight, x, residual = random(32, 32), random(3, 32, seed=2), random(5, 32, seed=3)
 
     def work(ranks: Ranks) -> tuple[list[tuple[Tensor, ...]], list[str]]:
@@ -176,25 +185,25 @@ def test_a_norm_sums_parts(mixed: bool) -> None:
             layer = SummedLinear(32, 32, bias=False, placement=placement)
             layer.weight.values.copy_(weight * (1 + ranks.rank))
         norm = RMSNorm(32, 1e-6, placement=placement)
-        norm.weight.copy_(random(32, seed=4))
-        centred, before = (RMSNorm(32, 1e-6, offset=offset, placement=placement) for offset in (1.0, None))
-        for one in (centred, before):
+        quantising = RMSNorm(32, 1e-6, placement=placement)
+        quantising.reader = (reader(groups=False),)
+        for one in (norm, quantising):
+            one.weight.copy_(random(32, seed=4))
+        centred, after = (RMSNorm(32, 1e-6, offset=offset, placement=placement) for offset in (1.0, None))
+        for one in (centred, after):
             one.weight.fill_(0.5)
+        after.before = (norm,)
         found = []
         for rows in (x, torch.cat([x, x])[:5]):
             own = residual[: len(rows)]
-            summed = layer(rows)
+            layer.emits_parts = False
+            summed = layer(rows, NO_PASS)
             assert isinstance(summed, Tensor)
-            found += [norm.add(layer(rows, split_k_ok=True), own), norm.add(summed, own)]
-            found += [
-                (norm.quantised(layer(rows, split_k_ok=True), own, groups=False)[1],),
-                (norm.add(summed, own)[1],),
-            ]
-            found += [centred.add(layer(rows, split_k_ok=True), own), centred.add(summed, own)]
-            found += [
-                norm.add(layer(rows, split_k_ok=True), own, before=before),
-                norm.add(summed, own, before=before),
-            ]
+            layer.emits_parts = True
+            for add in (norm.add, quantising.add, centred.add, after.add):
+                for addend in (layer(rows, NO_PASS), summed):
+                    normed, total = add(addend, own)
+                    found.append((normed if isinstance(normed, Tensor) else normed.scale, total))
         return found, peers.calls
 
     first, second = on_ranks(2, work)
@@ -212,7 +221,8 @@ def test_only_one_rank_makes_parts_of_a_mixture(monkeypatch: pytest.MonkeyPatch)
         mixture = SparseMoE(32, 12, 4, 2, renormalize=True, placement=replace(PLACEMENT, ranks=ranks))
         for parameter in mixture.parameters():
             parameter.zero_()
-        return mixture(random(5, 32), split_k_ok=True)
+        mixture.emits_parts = True
+        return mixture(random(5, 32), NO_PASS)
 
     assert [found.item() for found in on_ranks(2, work)] == [0.0, 0.0]
     assert work(ALONE).item() == 1.0
@@ -226,7 +236,7 @@ def test_other_linear_layers_sum_nothing() -> None:
     for layer in (linear, stacked):
         for parameter in layer.parameters():
             parameter.fill_(1.0)
-        assert torch.equal(layer(torch.ones(2, 32)), torch.full((2, 12), 33.0))
+        assert torch.equal(layer(torch.ones(2, 32), NO_PASS), torch.full((2, 12), 33.0))
 
 
 @SIZES
@@ -245,7 +255,7 @@ def test_an_embedding_and_its_head(size: int, vocab_size: int) -> None:
         head = LogitsHead(embedding.weight, vocab_size, softcap=2.0, placement=placement)
         out = torch.empty(2, vocab_size)
         assert head(weight, torch.tensor([3, 5], dtype=torch.int32), out=out) is out
-        return embedding(ids), out
+        return embedding(ids, NO_PASS), out
 
     logits = torch.tanh(weight[[3, 5]] @ weight.T / 2.0) * 2.0
     for embedded, capped in on_ranks(size, work):
@@ -338,12 +348,13 @@ def test_a_norm_that_quantises_sums_in_its_kernel(
     (memory,) = memory_of(1, 2**14, torch.device("cpu"))
     norm = RMSNorm(size, 1e-6, placement=replace(PLACEMENT, impl="triton"))
     norm.weight.data.copy_(random(size))
+    norm.reader = (reader(groups=groups),)
     part, residual, sums = random(5, size, seed=1), random(5, size, seed=2), list[Tensor]()
-    expected, total = norm.quantised(part.clone(), residual, groups=groups)
+    expected, total = norm.add(part.clone(), residual)
     summed = PeerSum.__call__
     monkeypatch.setattr(PeerSum, "__call__", lambda peers, own: sums.append(own) or summed(peers, own))
     rank_part = RankPart(part, PeerSum(memory, patience=1, traps=False))
-    rows, also_total = norm.quantised(rank_part, residual, groups=groups)
+    rows, also_total = norm.add(rank_part, residual)
     assert torch.equal(also_total, total)
     assert torch.equal(rows.codes.view(torch.uint8), expected.codes.view(torch.uint8))
     assert torch.equal(rows.scale, expected.scale)

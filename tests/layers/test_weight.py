@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from layers.input_metadata import NO_PASS
 from layers.linear import Linear, StackedLinear
 from layers.placement import Placement
 from layers.quantization import PIECE_ROWS, Quantization, Scales
@@ -38,7 +39,7 @@ def test_a_plain_weight_is_what_it_is_filled_with() -> None:
     fill(layer, {"x.weight": values, "x.bias": bias})
     x = random(3, 40, seed=2)
     assert layer.weight.scale is None
-    assert torch.equal(layer(x), nn.functional.linear(x, values, bias))
+    assert torch.equal(layer(x, NO_PASS), nn.functional.linear(x, values, bias))
 
 
 @pytest.mark.parametrize("holds", [True, False])
@@ -56,11 +57,11 @@ def test_stored_codes_and_scales(quantization: Quantization, holds: bool) -> Non
         assert torch.equal(layer.weight.values.float(), codes.float())
         assert layer.weight.scale is not None
         assert torch.equal(layer.weight.scale, held_scale)
-        assert torch.equal(layer(x), e4m3_linear(x, codes, held_scale))
+        assert torch.equal(layer(x, NO_PASS), e4m3_linear(x, codes, held_scale))
     else:
         assert layer.weight.scale is None
         assert torch.equal(layer.weight.values, expected)
-        assert torch.equal(layer(x), nn.functional.linear(x, expected))
+        assert torch.equal(layer(x, NO_PASS), nn.functional.linear(x, expected))
 
 
 @pytest.mark.parametrize(("sizes", "held"), [((128, 256, 100), True), ((128, 100, 256), False)])

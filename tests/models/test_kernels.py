@@ -16,13 +16,20 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layers import radix_attention, weight
+from layers.input_metadata import NO_PASS
 from layers.linear import Linear
 from layers.norm import RMSNorm
 from layers.placement import Placement
 from layers.quantization import Quantization, Scales
+from layers.squared_relu import SquaredReLU
 from memory_pool.state_pool import StatePool
-from radixrt.models.decoder import Block, Decoder, FeedForward
+from radixrt.models.decoder import Block, Decoder, FeedForward, MixerBlock
+from radixrt.models.families import FAMILIES as ARCHITECTURES
+from radixrt.models.granite import GraniteBlock
 from radixrt.models.loader import load_model
+from radixrt.models.olmo import Olmo2Block
+from radixrt.models.registry import find_architecture
+from radixrt.models.sandwich import SandwichBlock
 from tests.support import checkpoints, probe_kernels
 from tests.support.input_metadata import input_metadata
 from triton_ops.e4m3 import E4M3
@@ -67,10 +74,12 @@ def passes(model: Decoder, device: torch.device, *, e4m3: bool = False) -> Tenso
                 slots[start:end],
                 rows,
                 num_extends=int(end - start > 1),
+                kv_pool=pool,
                 states=None if pool.states is None else ([int(start > 0)], [1]),
+                state_pool=pool.states,
             )
             ids = torch.arange(start + 20, end + 20, dtype=torch.int32, device=device)
-            hidden = model(ids, metadata, pool)
+            hidden = model(ids, metadata)
             logits.append(model.compute_logits(hidden, torch.arange(len(ids), dtype=torch.int32, device=device)))
     return torch.cat(logits)
 
@@ -157,22 +166,29 @@ def test_outputs_in_parts_are_those_that_a_norm_adds_up(
 
 
 @pytest.mark.parametrize("norm", [RMSNorm, partial(RMSNorm, offset=0.0)])
-def test_a_block_allows_parts_where_its_norms_add_them(norm: Callable[..., RMSNorm]) -> None:
-    allowed = []
+def test_a_block_settles_what_is_handed_on(norm: Callable[..., RMSNorm]) -> None:
+    placement = Placement(torch.float32, torch.device("cpu"))
+    norms = [norm(8, 1e-5, placement=placement) for _ in range(2)]
+    sublayers = [SquaredReLU(8, 16, bias=False, placement=placement) for _ in range(2)]
+    parts: Any = dict(zip(("attention", "feed_forward"), sublayers, strict=True))
+    parts |= dict(zip(("attention_norm", "feed_forward_norm"), norms, strict=True))
+    Block(**parts)
+    assert [sublayer.down.emits_parts for sublayer in sublayers] == [norm is RMSNorm] * 2
+    assert not any(sublayer.up.emits_parts for sublayer in sublayers)
+    assert [norm.reader for norm in norms] == [(sublayer.up.weight,) for sublayer in sublayers]
 
-    class Part(nn.Module):
-        input_groups = None
 
-        def forward(self, hidden: Tensor, *_: object, split_k_ok: bool = False) -> Tensor:
-            allowed.append(split_k_ok)
-            return hidden
-
-    norms = [norm(8, 1e-5, placement=Placement(torch.float32, torch.device("cpu"))) for _ in range(2)]
-    part: Any = Part()
-    block = Block(attention_norm=norms[0], attention=part, feed_forward_norm=norms[1], feed_forward=part)
-    nothing: Any = None
-    block(torch.ones(3, 8), torch.ones(3, 8), nothing, nothing)
-    assert allowed == [norm is RMSNorm] * 2
+def test_blocks_with_a_forward_of_their_own_join_nothing() -> None:
+    """They would have to read parts and quantised rows. Nor do those with norms between."""
+    for architecture in ARCHITECTURES:
+        find_architecture(architecture)
+    kinds, found = [MixerBlock], set[type[MixerBlock]]()
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        found.add(kind)
+        assert not kind.joins or kind.forward in (MixerBlock.forward, Block.forward), kind
+    assert {kind for kind in found if not kind.joins} >= {SandwichBlock, GraniteBlock, Olmo2Block}
 
 
 def test_biased_and_referenced_outputs_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +199,8 @@ def test_biased_and_referenced_outputs_are_whole(monkeypatch: pytest.MonkeyPatch
         projection = Linear(64, 64, bias=bias, placement=placement)
         for parameter in projection.parameters():
             parameter.fill_(0.5)
-        assert torch.equal(projection(x, split_k_ok=True), torch.full((3, 64), 32.0 + 0.5 * bias))
+        projection.emits_parts = True
+        assert torch.equal(projection(x, NO_PASS), torch.full((3, 64), 32.0 + 0.5 * bias))
 
 
 @pytest.mark.parametrize(
@@ -262,11 +279,11 @@ def test_a_fused_layer_is_within_rounding_of_one_that_is_not(
 
     monkeypatch.setattr(weight, "gated_linear", recorded)
     x = torch.randn(num_rows, 1024, dtype=torch.bfloat16, device=device)
-    fused = layer(x)
+    fused = layer(x, NO_PASS)
     is_hopper = torch.cuda.get_device_capability() == (9, 0)
     assert len(calls) == int(is_hopper and num_rows in (1000, 2048))
     layer.fuses = False
-    torch.testing.assert_close(fused, layer(x), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(fused, layer(x, NO_PASS), atol=2e-2, rtol=2e-2)
     assert len(calls) == int(is_hopper and num_rows in (1000, 2048))
 
 
@@ -315,10 +332,10 @@ def test_launches_of_a_layer(family: str, launches: int, tmp_path: Path, monkeyp
     monkeypatch.setattr(kernel_type, "run", lambda kernel, *_, **__: launched.append(kernel))
     monkeypatch.setattr(radix_attention, "extend_attention", lambda q, *_, **__: torch.empty_like(q))
     rows = torch.arange(8, dtype=torch.int32).view(1, 8)
-    metadata = input_metadata([0], [3], [0], [1, 2, 3], rows)
-    hidden, pool = torch.zeros(3, model.config.hidden_size), Pool(model, torch.device("cpu"))
+    metadata = input_metadata([0], [3], [0], [1, 2, 3], rows, kv_pool=Pool(model, torch.device("cpu")))
+    hidden = torch.zeros(3, model.config.hidden_size)
     with torch.no_grad(), Computed() as computed:
-        model.blocks[1](hidden, None if family == "olmo2" else hidden, metadata, pool)
+        model.blocks[1](hidden, None if family == "olmo2" else hidden, metadata)
     products = computed.counts.pop("mm", 0) + computed.counts.pop("addmm", 0)
     assert products == 4
     assert len(launched) + computed.counts.total() == launches, (launched, computed.counts)

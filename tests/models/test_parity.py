@@ -195,10 +195,12 @@ class Session:
             self.req_to_token,
             num_extends=num_extends,
             plan=plan,
+            kv_pool=self,
             states=None if self.states is None else self._states_of(requests),
+            state_pool=self.states,
         )
         new_ids = [token for _, ids, prefix in requests for token in ids[prefix:]]
-        hidden = self.model(torch.tensor(new_ids, dtype=torch.int32), metadata, self)
+        hidden = self.model(torch.tensor(new_ids, dtype=torch.int32), metadata)
         assert hidden.shape == (len(new_ids), self.model.config.hidden_size)
         every = torch.arange(len(new_ids), dtype=torch.int32)
         logits = self.model.compute_logits(hidden, every)

@@ -44,14 +44,16 @@ class StagedSession(Session):
             torch.cat(slots).numpy(),
             self.req_to_token,
             num_extends=num_extends,
+            kv_pool=self,
             states=None if self.states is None else self._states_of(requests),
+            state_pool=self.states,
         )
         ids = torch.tensor([token for _, ids, prefix in requests for token in ids[prefix:]], dtype=torch.int32)
         handed = None
         if stage.before is not None:
             size = len(ids), self.model.config.hidden_size
             handed = stage.before.receive(torch.empty(size, dtype=self.model.placement.dtype))
-        hidden: Tensor = self.model(ids, metadata, self, handed=handed)
+        hidden: Tensor = self.model(ids, metadata, handed=handed)
         if stage.after is not None:
             stage.after.send(hidden)
         return hidden

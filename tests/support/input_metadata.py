@@ -9,7 +9,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from layers.input_metadata import InputMetadata
+from layers.input_metadata import InputMetadata, KVCache
+from memory_pool.state_pool import StatePool
 from triton_ops.attention.plan import AttentionPlan
 from triton_ops.recurrent.rows import StateRows
 
@@ -23,7 +24,9 @@ def input_metadata(
     *,
     num_extends: int | None = None,
     plan: AttentionPlan | None = None,
+    kv_pool: KVCache | None = None,
     states: tuple[ArrayLike, ArrayLike] | None = None,
+    state_pool: StatePool | None = None,
 ) -> InputMetadata:
     """On `req_to_token`'s device. `num_extends` is all requests if None, `plan` (of the decodes) the flat plan.
     `states` `[B]` are those that requests begin with, and those that they leave.
@@ -49,5 +52,7 @@ def input_metadata(
         extend_plans={},
         num_extends=num_extends,
         num_extend_tokens=InputMetadata.count_extend_tokens(host["extend_seq_lens"], num_extends),
+        kv_pool=kv_pool,
         states=state_rows,
+        state_pool=state_pool,
     )
