@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-import layers.weight
+from layers.formats import weight_format
 from radixrt.bench.catalogue import GROUPS
 from radixrt.bench.kernels import elementwise, experts, kv_copy, linear, linear_fp8, run, sampling
 from radixrt.bench.kernels import tree as tree_bench
@@ -362,7 +362,7 @@ def test_linear_cases(parts: int, monkeypatch: pytest.MonkeyPatch, kernel_device
     """With the kernels themselves, and where the product is not cut."""
     config = SplitKConfig(16, 16, 2, 32) if parts > 1 else None
     monkeypatch.setattr(linear, "DTYPE", torch.float16)
-    monkeypatch.setattr(layers.weight, "split_k_config", lambda *_: config)
+    monkeypatch.setattr(weight_format, "split_k_config", lambda *_: config)
     added: list[int] = []
 
     def recorded(x: Tensor, *arguments: Any, **options: Any) -> Any:
