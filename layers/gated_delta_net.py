@@ -69,7 +69,7 @@ class GatedDeltaNet(RecurrentLayer):
         self.qkvz = StackedLinear(hidden_size, parts, packed_as=None, bias=False, placement=placement)
         of_heads = dict.fromkeys(("in_proj_b", "in_proj_a"), sizes.num_value_heads)
         # One number a head, in which a rounding would last: only a checkpoint may have quantised them.
-        is_stored = placement.quantization is not None and placement.quantization.scale_name is not None
+        is_stored = placement.quantization.is_stored
         own = placement if is_stored else placement.unquantised()
         self.ba = StackedLinear(hidden_size, of_heads, packed_as=None, bias=False, placement=own)
         self.conv = placement.parameter(sizes.channels, sizes.conv_width)

@@ -28,13 +28,6 @@ class Place(Protocol):
         """Take the stored tensor, which is on the CPU."""
 
 
-class Holder(Protocol):
-    """What holds weights in fewer bits than the model's dtype has."""
-
-    def hold_plain(self) -> None:
-        """Hold them in the model's dtype. They are not filled any more."""
-
-
 @dataclass(frozen=True)
 class Filled:
     """A `Place` that gives what it takes to `fill`."""
@@ -73,6 +66,8 @@ def unpacked(place: Place) -> Place:
 
 @dataclass(frozen=True)
 class LeftPlain(Filled):
-    """The place of a part that its checkpoint leaves as it is, while its `holder` holds fewer bits."""
+    """The place of a part that its checkpoint leaves as it is, while it is held in fewer bits, until `hold_plain`
+    makes new places, for the model's dtype.
+    """
 
-    holder: Holder
+    hold_plain: Callable[[], object]

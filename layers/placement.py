@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from layers.formats.weight_format import PLAIN, WeightFormat
 from layers.place import Place
-from layers.quantization import Quantization
 from layers.ranks import ALONE, Ranks
 from layers.stages import WHOLE, Stage
 from triton_ops.implementation import Impl
@@ -21,7 +21,7 @@ class Placement:
 
     Attributes:
         deterministic: the bits of a token's result depend on the tokens up to it alone, not on the pass.
-        quantization: of the weights of linear layers; None: they are in `dtype`, too.
+        quantization: of the weights of linear layers, as they are stored or quantised when they are loaded.
         holds_quantised: whether quantised weights are held and multiplied so; otherwise they are dequantised.
         ranks: those that hold the model's weights together, or those of a stage.
         stage: of the layers that these ranks have.
@@ -31,7 +31,7 @@ class Placement:
     device: torch.device
     impl: Impl = "auto"
     deterministic: bool = False
-    quantization: Quantization | None = None
+    quantization: WeightFormat = PLAIN
     holds_quantised: bool = False
     ranks: Ranks = ALONE
     stage: Stage = WHOLE
@@ -42,7 +42,7 @@ class Placement:
 
     def unquantised(self) -> Placement:
         """The same for a linear layer that checkpoints leave in the model's dtype."""
-        return replace(self, quantization=None)
+        return replace(self, quantization=PLAIN)
 
 
 class Layer(nn.Module):

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-from layers.quantization import Quantization, Scales
+from layers.formats.e4m3 import FP8
+from layers.formats.weight_format import PLAIN
 from radixrt.assembly import LoadedModel
 from radixrt.bench.catalogue import SHAPES, write_shape
 from radixrt.builtin import MODEL_PATH
 from radixrt.errors import ParameterError, RadixrtError
 from radixrt.execution.device import choose_device
-from radixrt.models.loader import model_folder, multiplies_quantised
+from radixrt.models.loader import model_folder
 from radixrt.planning.cards import shape_of
 from radixrt.runtime import Runtime
 from radixrt.text.tokenizer import load_tokenizer
@@ -114,10 +115,9 @@ def model_shape(runtime: Runtime) -> ModelShape:
     model, asked, own = runtime.parts.model, runtime.parts.config, runtime.config.quantization
     assert isinstance(model, LoadedModel)
     dtype = model.decoder.placement.dtype
-    if own is None and asked.quantization is not None:
-        own = Quantization(Scales.ROW)
-    is_held = own is not None and multiplies_quantised(own, asked.impl, runtime.device, dtype)
-    numbers = own.numbers if own is not None and is_held else None
+    if own == PLAIN and asked.quantization is not None:
+        own = FP8
+    numbers = own.numbers if own.is_multiplied(asked.impl, runtime.device, dtype) else None
     shape = shape_of(runtime.config, in_e4m3=numbers == "e4m3", in_int4=numbers == "4 bits")
     layout = runtime.config.kv_layout(model.kv_pool.dtype)
     return replace(shape, bytes_per_value=dtype.itemsize, kv_bytes=layout.bytes_per_token)

@@ -119,8 +119,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     builder = builder_without_weights(given.pop("model", MODEL_PATH), **given)
     defaults = sampling_params(arguments, builder.defaults)
     own = builder.config.quantization
-    in_int4 = own is not None and own.words is not None
-    in_e4m3 = not in_int4 and card.has_e4m3 and (own is not None or hasattr(arguments, "quantization"))
+    in_int4 = own.numbers == "4 bits"
+    in_e4m3 = card.has_e4m3 and (own.numbers == "e4m3" or (not in_int4 and hasattr(arguments, "quantization")))
     shape = shape_of(builder.config, in_e4m3=in_e4m3, in_int4=in_int4)
     with temporary_folder() as folder:
         with reading_bar(arguments.input, arguments.progress) as bar:

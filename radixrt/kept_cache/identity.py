@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layers.moe import Mxfp4Matrices
 from layers.place import unpacked
 from layers.placement import Placement
 from layers.rotary import RopeParameters
+from layers.weight import Stack
 from radixrt.kept_cache.cache_file import Formats
 from radixrt.models.config import AttentionKind, ModelConfig
 from radixrt.models.decoder import Decoder
@@ -157,12 +157,12 @@ def _checksums(parameters: Iterable[Iterable[Tensor]]) -> list[int]:
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, Iterable[Tensor]]]:
     """What is told of each parameter, and it itself or its parts, as a checkpoint has it."""
-    # Some devices hold MXFP4 in another order.
+    # Some devices hold some formats in another order.
     stored = {
         f"{prefix}.{part}": told
         for prefix, module in model.named_modules()
-        if isinstance(module, Mxfp4Matrices)
-        for part, told in module.stored().items()
+        if isinstance(module, Stack)
+        for part, told in module.held.reordered(module.tensors).items()
     }
     for name, parameter in model.named_parameters():
         shape, parts = stored.get(name) or (tuple(parameter.shape), iter((parameter.detach(),)))

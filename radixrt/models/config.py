@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from layers.quantization import Quantization
+from layers.formats.weight_format import PLAIN, WeightFormat
 from layers.rotary import RopeParameters
 from memory_pool.layout import Layout, Part
 from memory_pool.token_to_kv_pool import kv_part
@@ -140,7 +140,7 @@ class ModelConfig:
     dtype: torch.dtype
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    quantization: Quantization | None = field(default=None, kw_only=True)
+    quantization: WeightFormat = field(default=PLAIN, kw_only=True)
     is_tying_known: bool = field(default=True, kw_only=True)
 
     @classmethod
@@ -166,7 +166,7 @@ class ModelConfig:
                 **{**_read_common(source, own, recurrent=cls.recurrent_type), **own},
                 architecture=architecture,
                 eos_token_ids=_end_tokens(folder, parts, source.vocab_size),
-                quantization=next((found for found in quantizations if found is not None), None),
+                quantization=next((found for found in quantizations if found != PLAIN), PLAIN),
                 is_tying_known=any(part.get("tie_word_embeddings") is not None for part in parts),
             )
         except ModelError:
@@ -186,8 +186,8 @@ class ModelConfig:
         return {}
 
     @classmethod
-    def read_quantization(cls, given: object) -> Quantization | None:
-        """What the `quantization_config` of config.json says of linear layers; None for None. Raises ModelError.
+    def read_quantization(cls, given: object) -> WeightFormat:
+        """The format of linear layers by the `quantization_config` of config.json. Raises ModelError.
 
         A family whose checkpoints are quantised in a way of its own overrides this.
         """
@@ -299,8 +299,6 @@ class ModelConfig:
 
     def _check_unit(self, name: str, own: int, every: int, *, is_output: bool) -> None:
         """Raise ModelError where `own` of `every` features are no whole units of outputs, or of inputs, too."""
-        if self.quantization is None:
-            return
         outputs, inputs = self.quantization.units
         unit = outputs if is_output else math.lcm(outputs, inputs)
         if own != every and own % unit:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layers.quantization import Scales
 from radixrt.errors import ModelError
 from radixrt.models.config import ModelConfig
 from radixrt.models.decoder import Attention, Decoder, FeedForward
@@ -85,8 +84,8 @@ def in_halves(config: ModelConfig, name: str, tensor: Tensor) -> Tensor:
         raise ModelError(
             f"tensor {name} is of blocks or words of rows, but these rows are loaded in another order"
         )
-    rope, quantization = config.attention[0].rope, config.quantization
-    if _ROTATED_SCALES.fullmatch(name) and quantization is not None and quantization.scales is Scales.BLOCK:
+    rope = config.attention[0].rope
+    if _ROTATED_SCALES.fullmatch(name) and config.quantization.units[0] == BLOCK:
         if BLOCK % config.head_dim:
             raise ModelError(
                 f"tensor {name} is of blocks of {BLOCK} rows, but these rows are loaded in another order, which "

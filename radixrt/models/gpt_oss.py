@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from layers.formats.mxfp4 import Mxfp4Format
+from layers.formats.weight_format import PLAIN, WeightFormat
 from layers.moe import EXPERT_NAMES, SparseMoE
 from layers.norm import RMSNorm
-from layers.quantization import Quantization
 from radixrt.errors import ModelError
 from radixrt.models.decoder import Attention, Decoder
 from radixrt.models.mixtral import MixtureConfig
@@ -49,11 +50,11 @@ class GptOssConfig(MixtureConfig):
         return part
 
     @classmethod
-    def read_quantization(cls, given: object) -> Quantization | None:
+    def read_quantization(cls, given: object) -> WeightFormat:
         method = given.get("quant_method") if isinstance(given, Mapping) else given
         if method not in (None, "mxfp4"):
             raise ModelError(f"weights quantised by {method!r} are not supported; 'mxfp4' is")
-        return None  # linear layers are not quantised
+        return PLAIN  # that of linear layers
 
     @classmethod
     def read_family(cls, source: Any) -> dict[str, Any]:
@@ -83,7 +84,7 @@ class GptOss(Decoder):
         return Attention(self.config, layer_id, self.rotary(layer_id), sinks=True, placement=self.placement)
 
     def build_feed_forward(self, layer_id: int) -> SparseMoE:
-        config = self.config
+        config, placement = self.config, self.placement
         return SparseMoE(
             config.hidden_size,
             config.expert_size,
@@ -92,8 +93,8 @@ class GptOss(Decoder):
             renormalize=True,
             bias=True,
             activation=clamped_swiglu,
-            mxfp4=config.mxfp4,
-            placement=self.placement,
+            held=Mxfp4Format.on(placement.device, placement.dtype, placement.impl) if config.mxfp4 else None,
+            placement=placement,
         )
 
     def split_stored(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from layers.moe import SparseMoE, fit_e4m3
+from layers.moe import SparseMoE, fits_experts
 from radixrt.errors import ModelError
 from radixrt.models.config import ModelConfig
 from radixrt.models.decoder import Block, Decoder
@@ -67,7 +67,7 @@ class MixtureConfig(ModelConfig):
     @property
     def experts_fit_e4m3(self) -> bool:
         """Whether experts are held in e4m3 where other layers are."""
-        return fit_e4m3(self.expert_size, self.quantization)
+        return fits_experts(self.quantization, self.hidden_size, self.expert_size)
 
     @property
     def bytes_of_expert_weights(self) -> float | None:

@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from layers.int4_formats import Words
-from layers.quantization import Quantization, Scales
+from layers.formats.e4m3 import E4M3Format, Scales
+from layers.formats.int4 import Int4Format, Words
+from layers.formats.weight_format import PLAIN, WeightFormat
 from radixrt.errors import ModelError
 from radixrt.models.multimodal import text_name
 from triton_ops.activations.quantised_rows import BLOCK
@@ -20,50 +21,49 @@ _FORMATS = ("checkpoint_format", "format")  # where GPTQModel says how words are
 _STRATEGIES = {"tensor": Scales.TENSOR, "channel": Scales.ROW, "block": Scales.BLOCK}
 
 
-def read_quantization(given: object) -> Quantization | None:
-    """What a `quantization_config` says; None for None. Raises ModelError, with the remedy, for other formats than
-    FP8 as DeepSeek and Qwen publish it, as AutoFP8 does, and in compressed-tensors; and 4 bits in groups of 128 as
+def read_quantization(given: object) -> WeightFormat:
+    """What a `quantization_config` says; PLAIN for None. Raises ModelError, with the remedy, for others than FP8
+    as DeepSeek and Qwen publish it, as AutoFP8 does, and in compressed-tensors; and 4 bits in groups of 128 as
     AWQ (gemm), GPTQ (desc_act false) and compressed-tensors (pack-quantized, symmetric) store them.
     """
     if given is None:
-        return None
+        return PLAIN
     if not isinstance(given, Mapping):
         raise _refusal(f"is {given!r}")
-    readers = {"fp8": _read_fp8, "awq": _read_awq, "gptq": _read_gptq, "compressed-tensors": _read_compressed}
     method = given.get("quant_method")
-    if not isinstance(method, str) or method not in readers:
-        *others, last = readers
+    if not isinstance(method, str) or method not in READERS:
+        *others, last = READERS
         raise _refusal(f"has the quant_method {method!r}; {', '.join(others)} and {last} are supported")
     if given.get("kv_cache_scheme") is not None:
         raise _refusal("has a kv_cache_scheme, whose scales of KV are not read")
-    return readers[method](given)
+    return READERS[method](given)
 
 
-def _read_fp8(given: Mapping[str, Any]) -> Quantization:
+def _read_fp8(given: Mapping[str, Any]) -> WeightFormat:
     ignored = _names(given, "modules_to_not_convert") + _names(given, "ignored_layers")
     blocks, scheme = given.get("weight_block_size"), given.get("activation_scheme", "dynamic")
     if given.get("fmt", "e4m3") != "e4m3":
         raise _refusal(f"has the fmt {given['fmt']!r}; e4m3 is supported")
     if blocks is None:
-        return Quantization(Scales.TENSOR, "weight_scale", ignored)
+        return E4M3Format(Scales.TENSOR, "weight_scale", ignored=ignored)
     if blocks != _BLOCKS or scheme != "dynamic":
         raise _refusal(
             f"has weight_block_size {blocks!r} and activation_scheme {scheme!r}; {_BLOCKS} and 'dynamic' are "
             "supported"
         )
-    return Quantization(Scales.BLOCK, "weight_scale_inv", ignored)
+    return E4M3Format(Scales.BLOCK, "weight_scale_inv", ignored=ignored)
 
 
-def _read_awq(given: Mapping[str, Any]) -> Quantization:
+def _read_awq(given: Mapping[str, Any]) -> WeightFormat:
     """Zeros are stored, whatever zero_point says."""
     _check_four_bits(given)
     for name in ("version", *_FORMATS):
         if str(given.get(name) or "gemm").lower() != "gemm":
             raise _refusal(f"has the {name} {given[name]!r}; 'gemm' is supported")
-    return Quantization(Scales.GROUP, "scales", _names(given, "modules_to_not_convert"), Words.AWQ)
+    return Int4Format(Words.AWQ, ignored=_names(given, "modules_to_not_convert"))
 
 
-def _read_gptq(given: Mapping[str, Any]) -> Quantization:
+def _read_gptq(given: Mapping[str, Any]) -> WeightFormat:
     """Zeros are stored, whether sym or not."""
     _check_four_bits(given)
     if given.get("desc_act", False) is not False:
@@ -80,7 +80,7 @@ def _read_gptq(given: Mapping[str, Any]) -> Quantization:
     for own in ("lm_head", "dynamic", "modules_in_block_to_quantize"):
         if given.get(own):
             raise _refusal(f"has {own} {given[own]!r}; all linear layers but the output head are to be alike")
-    return Quantization(Scales.GROUP, "scales", _names(given, "modules_to_not_convert"), Words(form))
+    return Int4Format(Words(form), ignored=_names(given, "modules_to_not_convert"))
 
 
 def _check_four_bits(given: Mapping[str, Any]) -> None:
@@ -89,7 +89,7 @@ def _check_four_bits(given: Mapping[str, Any]) -> None:
         raise _refusal(f"has bits {bits!r} and group_size {size!r}; 4 and {GROUP} are supported")
 
 
-def _read_compressed(given: Mapping[str, Any]) -> Quantization:
+def _read_compressed(given: Mapping[str, Any]) -> WeightFormat:
     groups = given.get("config_groups")
     group = next(iter(groups.values()), None) if isinstance(groups, Mapping) and len(groups) == 1 else None
     if not isinstance(group, Mapping) or group.get("targets") != ["Linear"]:
@@ -112,10 +112,10 @@ def _read_compressed(given: Mapping[str, Any]) -> Quantization:
     if scales is Scales.BLOCK and weights.get("block_structure") != _BLOCKS:
         raise _refusal(f"has the block_structure {weights.get('block_structure')!r}; {_BLOCKS} is supported")
     _check_dense(given)
-    return Quantization(scales, "weight_scale", _names(given, "ignore"))
+    return E4M3Format(scales, "weight_scale", ignored=_names(given, "ignore"))
 
 
-def _read_packed(given: Mapping[str, Any], group: Mapping[str, Any]) -> Quantization:
+def _read_packed(given: Mapping[str, Any], group: Mapping[str, Any]) -> WeightFormat:
     numbers = group.get("weights")
     kind = {} if not isinstance(numbers, Mapping) else numbers
     wanted = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": True}
@@ -127,7 +127,7 @@ def _read_packed(given: Mapping[str, Any], group: Mapping[str, Any]) -> Quantiza
     if group.get("input_activations") is not None:
         raise _refusal(f"has input_activations of {group['input_activations']!r}; none are supported with 4 bits")
     _check_dense(given)
-    return Quantization(Scales.GROUP, "weight_scale", _names(given, "ignore"), Words.COMPRESSED)
+    return Int4Format(Words.COMPRESSED, ignored=_names(given, "ignore"))
 
 
 def _check_dense(given: Mapping[str, Any]) -> None:
@@ -153,3 +153,6 @@ def _names(given: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 def _refusal(what: str) -> ModelError:
     return ModelError(f"the quantization_config of config.json {what}: {_REMEDY}")
+
+
+READERS = {"fp8": _read_fp8, "awq": _read_awq, "gptq": _read_gptq, "compressed-tensors": _read_compressed}

@@ -11,14 +11,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from layers.formats.e4m3 import E4M3Format
+from layers.formats.int4 import Int4Format, Words
+from layers.formats.weight_format import WeightFormat
 from layers.gated_delta_net import DeltaSizes, GatedDeltaNet
 from layers.input_metadata import InputMetadata
-from layers.int4_formats import Words
 from layers.linear import Linear
 from layers.moe import EXPERT_NAMES, SharedMoE, SparseMoE
 from layers.norm import RMSNorm
 from layers.place import Place
-from layers.quantization import Quantization
 from layers.ranks import ALONE
 from memory_pool.layout import Part
 from memory_pool.state_pool import state_parts
@@ -76,11 +77,11 @@ class HybridConfig(ModelConfig):
         }
 
     @classmethod
-    def read_quantization(cls, given: object) -> Quantization | None:
+    def read_quantization(cls, given: object) -> WeightFormat:
         found = super().read_quantization(given)
-        if found is None:
-            return None
-        if found.words not in (None, Words.COMPRESSED):
+        if not isinstance(found, E4M3Format | Int4Format):
+            return found
+        if isinstance(found, Int4Format) and found.words is not Words.COMPRESSED:
             raise ModelError(
                 "the quantization_config of config.json packs numbers of 4 bits along outputs, which are put in "
                 "another order here; take a checkpoint in FP8, of compressed-tensors, or one that is not quantised"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,7 +32,7 @@ _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 
 WeightSource = str | Path | Mapping[str, Tensor]  # as of `Runtime.update_weights`
 
-_WORDS = {
+WORDS = {  # of safetensors
     torch.float64: "F64",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -67,26 +67,11 @@ class StoredTensor:
 Wanted = Callable[[StoredTensor], bool]
 
 
-class Weights(Protocol):
-    """The tensors of a checkpoint. `str` of it tells where they are, for errors.
-
-    Attributes:
-        named: those that must be there, where something says so.
-    """
-
-    @property
-    def named(self) -> frozenset[str]: ...
-
-    def stored(self) -> list[StoredTensor]:
-        """All of them, without their numbers. Raises ModelError."""
-
-    def tensors(self, wanted: Wanted) -> Iterator[tuple[str, Tensor]]:
-        """The wanted ones by name, each when it is its turn. Raises ModelError."""
-
-
 @dataclass(frozen=True)
 class WeightFiles:
-    """The files of a folder, each once, with `named`: the tensors that the index names, if there is one."""
+    """The files of a folder, each once, with `named`: the tensors that the index names, if there is one. As of
+    WeightTensors, `str` tells where they are, for errors.
+    """
 
     folder: Path
     files: tuple[Path, ...]
@@ -186,8 +171,12 @@ class WeightTensors:
             raise OSError(f"{file} cannot be written: {error}") from error
 
 
+Weights = WeightFiles | WeightTensors
+"""The tensors of a checkpoint."""
+
+
 def _of_tensor(name: str, tensor: Tensor) -> StoredTensor:
-    dtype = _WORDS.get(tensor.dtype, str(tensor.dtype))
+    dtype = WORDS.get(tensor.dtype, str(tensor.dtype))
     return StoredTensor("the given mapping", name, tuple(tensor.shape), dtype)
 
 

@@ -15,11 +15,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 
+from layers.formats.weight_format import PLAIN, WeightFormat
 from layers.moe import SparseMoE
 from layers.products import ProductTable
-from layers.quantization import Quantization
 from layers.weight import Weight
 from memory_pool.layout import Layout
 from memory_pool.pool import HostPool
@@ -51,7 +50,7 @@ from radixrt.processors import usable_processors
 from radixrt.ranks.group import ALONE, RankGroup
 from radixrt.ranks.messages import RankIdentity
 from radixrt.sampling_params import SamplingParams
-from triton_ops.e4m3 import E4M3, FIRST_CAPABILITY
+from triton_ops.e4m3 import E4M3
 from triton_ops.implementation import runs_triton
 
 _log = logging.getLogger(__name__)
@@ -340,7 +339,7 @@ def _log_weights(
     kind = "random weights" if config.load_format == "dummy" else "weights"
     where = f"{decoder.placement.dtype} on {decoder.placement.device}"
     _log.info("%s of %s: %s bytes, %s, in %.1f s", kind, folder, f"{size:,}", where, seconds)
-    if decoder.placement.quantization is not None:
+    if decoder.placement.quantization != PLAIN:
         _log_quantization(decoder, decoder.placement.quantization)
     named = {name: getattr(own_defaults, name) for name in GENERATION_DEFAULTS}
     if own := {name: value for name, value in named.items() if value != getattr(SamplingParams(), name)}:
@@ -349,19 +348,17 @@ def _log_weights(
         _log.info("parameters of its generation_config.json are %s: %s%s", used, own, how)
 
 
-def _log_quantization(decoder: Decoder, quantization: Quantization) -> None:
+def _log_quantization(decoder: Decoder, quantization: WeightFormat) -> None:
     """Log how much is held quantised, and warn of what is quantised in the checkpoint but not here."""
     weights = [module for module in decoder.modules() if isinstance(module, Weight)]
-    held = sum(weight.shape.numel() for weight in weights if weight.scale is not None)
-    placement, mixtures = decoder.placement, [one for one in decoder.modules() if isinstance(one, SparseMoE)]
-    experts = any(isinstance(one.gate_up, nn.Parameter) for one in mixtures)  # else they are quantised
-    numbers, in_int4 = quantization.numbers, quantization.words is not None
+    held = sum(weight.shape.numel() for weight in weights if weight.held != PLAIN)
+    placement, numbers = decoder.placement, quantization.numbers
+    experts = any(one.held == PLAIN for one in decoder.modules() if isinstance(one, SparseMoE))
     if not placement.holds_quantised:
-        needs = "float16 or bfloat16" if in_int4 else f"a GPU of compute capability {FIRST_CAPABILITY / 10}"
         _log.warning(
             "weights of %s are held in %s: their products need kernels and %s, and the model is on %s, with impl "
             "%r",
-            *(numbers, placement.dtype, needs, placement.device, placement.impl),
+            *(numbers, placement.dtype, quantization.needs, placement.device, placement.impl),
         )
         return
     _log.info("%s weights are held in %s", f"{held:,}", numbers)
@@ -369,7 +366,7 @@ def _log_quantization(decoder: Decoder, quantization: Quantization) -> None:
         _log.warning(
             "the weights of experts are held in %s: their products are not in %s", placement.dtype, numbers
         )
-    if cut := sum(weight.scale is None and weight.quantization is not None for weight in weights):
+    if cut := sum(weight.held == PLAIN != weight.stored for weight in weights):
         _log.warning(
             "%d weights are held in %s: their checkpoint leaves a part as it is, or stores blocks or groups that "
             "parts of a stack or their sizes do not keep to",

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-import layers.weight
+from layers.formats import weight_format
 from radixrt.errors import ParameterError
 from radixrt.execution.attention import planner as attention_planner
 from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
@@ -280,7 +280,7 @@ def test_sampling_cases(kernel_device: torch.device) -> None:
 def test_linear_cases(parts: int, monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device) -> None:
     """With the kernels themselves, and where the product is not cut."""
     config = SplitKConfig(16, 16, 2, 32) if parts > 1 else None
-    monkeypatch.setattr(layers.weight, "split_k_config", lambda *_: config)
+    monkeypatch.setattr(weight_format, "split_k_config", lambda *_: config)
     added: list[int] = []
 
     def recorded(x: Tensor, *arguments: Any, **options: Any) -> Any:

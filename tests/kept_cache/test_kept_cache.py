@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
 
-from layers.moe import Mxfp4Matrices
+from layers.formats.mxfp4 import Mxfp4Format
+from layers.weight import Stack
 from radixrt import CacheFileError, ParameterError, RadixrtError, RequestOutput, Runtime, SamplingParams
 from radixrt.cache.radix_tree import DEVICE, Namespace
 from radixrt.cache.snapshot import TreeSnapshot
@@ -442,10 +443,10 @@ def test_fingerprint_of_words(hidden: int, tmp_path: Path, monkeypatch: pytest.M
     write(gpt_oss_in_mxfp4(hidden_size=hidden), tmp_path)
     model, _ = load_model(tmp_path, dtype="bfloat16")
     stored = weight_fingerprint(model)
-    found = [module for module in model.modules() if isinstance(module, Mxfp4Matrices)]
+    found = [one for one in model.modules() if isinstance(one, Stack) and one.held == Mxfp4Format()]
     assert found
     for module in found:
-        words, module.in_words = module.value.as_words(), True
+        words, module.held = module.value.as_words(), Mxfp4Format(in_words=True)
         module.blocks, module.scales = (
             torch.nn.Parameter(part, requires_grad=False) for part in (words.blocks, words.scales)
         )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layers.int4_formats import awq_values, gptq_values, gptq_zeros, packed_values
+from layers.formats.int4 import awq_values, gptq_values, gptq_zeros, packed_values
 
 N, K = 24, 48
 

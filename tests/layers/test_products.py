@@ -283,7 +283,7 @@ def test_no_sum_is_cut_into_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("it looked for parts")
 
     require_interpreter()
-    monkeypatch.setattr("layers.weight.split_k_config", cut)
+    monkeypatch.setattr("layers.formats.weight_format.split_k_config", cut)
     x, weight = random(3, 32), random(16, 32, seed=1)
     for deterministic in (True, False):
         layer = Linear(32, 16, bias=False, placement=Placement(torch.float32, CPU, "triton", deterministic))

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from layers.formats.e4m3 import PIECE_ROWS, E4M3Format, Scales
+from layers.formats.weight_format import PLAIN, WeightFormat
 from layers.input_metadata import NO_PASS
 from layers.linear import Linear, StackedLinear
 from layers.placement import Placement
-from layers.quantization import PIECE_ROWS, Quantization, Scales
 from layers.weight import Weight
 from tests.support.interpreter import require_interpreter
 from tests.support.random_tensors import random
@@ -17,11 +18,11 @@ from triton_ops.e4m3 import E4M3
 from triton_ops.linear.e4m3_linear import dequantised_weight, e4m3_linear, quantised_weight
 
 CPU = torch.device("cpu")
-ROWS, BLOCKS = Quantization(Scales.ROW, "weight_scale"), Quantization(Scales.BLOCK, "weight_scale_inv")
-TENSORS = Quantization(Scales.TENSOR, "weight_scale")
+ROWS, BLOCKS = E4M3Format(Scales.ROW, "weight_scale"), E4M3Format(Scales.BLOCK, "weight_scale_inv")
+TENSORS = E4M3Format(Scales.TENSOR, "weight_scale")
 
 
-def placement(quantization: Quantization | None = None, *, holds: bool = True) -> Placement:
+def placement(quantization: WeightFormat = PLAIN, *, holds: bool = True) -> Placement:
     return Placement(torch.float32, CPU, quantization=quantization, holds_quantised=holds)
 
 
@@ -44,7 +45,7 @@ def test_a_plain_weight_is_what_it_is_filled_with() -> None:
 
 @pytest.mark.parametrize("holds", [True, False])
 @pytest.mark.parametrize("quantization", [ROWS, BLOCKS, TENSORS], ids=lambda q: q.scales.value)
-def test_stored_codes_and_scales(quantization: Quantization, holds: bool) -> None:
+def test_stored_codes_and_scales(quantization: E4M3Format, holds: bool) -> None:
     """Held as they are, or dequantised when the second of them has come."""
     layer = Linear(200, 136, bias=False, placement=placement(quantization, holds=holds))
     scales, blocks = quantization.scales, quantization.scales is Scales.BLOCK
@@ -84,7 +85,7 @@ def test_parts_of_a_stack_have_their_own_blocks(sizes: tuple[int, ...], held: bo
 @pytest.mark.parametrize("scales", [Scales.ROW, Scales.BLOCK])
 def test_a_weight_is_quantised_as_it_is_loaded(scales: Scales) -> None:
     """Piece by piece as the whole."""
-    layer = Linear(40, PIECE_ROWS + 200, bias=False, placement=placement(Quantization(scales)))
+    layer = Linear(40, PIECE_ROWS + 200, bias=False, placement=placement(E4M3Format(scales)))
     values = random(PIECE_ROWS + 200, 40)
     fill(layer, {"x.weight": values.bfloat16()})
     codes, scale = quantised_weight(values.bfloat16(), blocks=scales is Scales.BLOCK)

@@ -1,4 +1,4 @@
-"""The family that docs/models.md adds as its example, taken from there and checked against a reference."""
+"""The format and the family that docs/models.md adds as its examples, taken from there and checked."""
 
 from __future__ import annotations
 
@@ -11,30 +11,60 @@ from types import ModuleType
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from radixrt import ModelError, Runtime, SamplingParams
-from radixrt.models import registry
+from radixrt.models import quantization, registry
 from radixrt.models.families import FAMILIES, Family
+from radixrt.models.loader import load_model
 from tests.support import checkpoints
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 
 
-@pytest.fixture
-def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The guide's file of a family, imported, and registered as it says."""
-    (code,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text("utf-8"), flags=re.DOTALL)
-    file = tmp_path / "scaled_llama.py"
-    file.write_text(code)
-    spec = importlib.util.spec_from_file_location(file.stem, file)
+def imported(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """One of the guide's files."""
+    codes = re.findall(r"```python\n(.*?)```", GUIDE.read_text("utf-8"), flags=re.DOTALL)
+    file = tmp_path / f"{name}.py"
+    file.write_text(dict(zip(("q8_format", "scaled_llama"), codes, strict=True))[name])
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, file.stem, module)
+    monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
-    family = Family("Scaled Llama", file.stem, "ScaledLlama", "none")
+    return module
+
+
+@pytest.fixture
+def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The guide's file of a family, imported, and registered as it says."""
+    module = imported("scaled_llama", tmp_path, monkeypatch)
+    family = Family("Scaled Llama", module.__name__, "ScaledLlama", "none")
     monkeypatch.setattr(registry, "FAMILIES", {**registry.FAMILIES, "ScaledLlamaForCausalLM": family})
     return module
+
+
+def test_the_example_of_the_guide_is_a_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its numbers are loaded in the model's dtype."""
+    own = imported("q8_format", tmp_path, monkeypatch).Q8Format()
+    monkeypatch.setitem(quantization.READERS, "q8", lambda given: own)
+    folder = checkpoints.write(checkpoints.llama(), tmp_path / "model")
+
+    def quantise(tensors: dict[str, Tensor]) -> None:
+        for weight in [name for name in tensors if re.search(r"layers.*_proj\.weight", name)]:
+            layer, shape = weight.removesuffix(".weight"), tensors.pop(weight).shape
+            tensors[f"{layer}.codes"] = torch.randint(256, shape, dtype=torch.uint8, device="cpu")
+            tensors[f"{layer}.scale"] = torch.rand(shape[0], 1, device="cpu")
+
+    checkpoints.edit_weights(folder, quantise)
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "q8"}}))
+    model, _ = load_model(folder, device="cpu")
+    stored = load_file(folder / "model.safetensors")
+    codes, scale = (stored[f"model.layers.1.mlp.down_proj.{kind}"] for kind in ("codes", "scale"))
+    assert torch.equal(model.blocks[1].feed_forward.down.weight.values, (codes.float() - 128) * scale)
 
 
 def write(folder: Path, multiplier: float) -> Path:

@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layers.int4_formats import Words
-from layers.quantization import Quantization, Scales
+from layers.formats.int4 import Int4Format, Words
 from layers.weight import Weight
 from radixrt.errors import ModelError
 from radixrt.models.loader import load_model, reload_weights
@@ -58,7 +57,7 @@ def test_checkpoints_are_what_transformers_makes_of_their_numbers(name: str, tmp
     make, words = MODELS[name]
     reference = write(make(), tmp_path, words)
     model, config = load_model(tmp_path)
-    assert config.quantization is not None
+    assert isinstance(config.quantization, Int4Format)
     assert config.quantization.words is words
     assert all(weight.values.dtype == torch.float32 for weight in linear_weights(model))
     ids = prompt(30, 1)
@@ -247,19 +246,18 @@ def test_words_of_rows_that_are_put_in_another_order(words: Words, tmp_path: Pat
 def test_what_configs_say() -> None:
     def read(given: dict[str, Any]) -> tuple[Any, ...]:
         found = read_quantization(given)
-        assert isinstance(found, Quantization)
-        assert found.scales is Scales.GROUP
-        return found.words, found.scale_name, found.ignored
+        assert isinstance(found, Int4Format)
+        return found.words, found.ignored
 
     names = ["visual", "model.language_model.layers.3.mlp"]
     own = awq_config(version="GEMM", zero_point=False, modules_to_not_convert=names)
-    assert read(own) == (Words.AWQ, "scales", ("visual", "model.layers.3.mlp"))
-    assert read(gptq_config(checkpoint_format=None)) == (Words.GPTQ, "scales", ())
+    assert read(own) == (Words.AWQ, ("visual", "model.layers.3.mlp"))
+    assert read(gptq_config(checkpoint_format=None)) == (Words.GPTQ, ())
     for own in ({"checkpoint_format": "gptq_v2"}, {"format": "gptq_v2", "checkpoint_format": None}):
         assert read(gptq_config(**own))[0] is Words.GPTQ_V2
     assert read(gptq_config(format="gptq"))[0] is Words.GPTQ
-    assert read(FORMATS[Words.GPTQ_V2]) == (Words.GPTQ_V2, "scales", ())
-    assert read(packed_config()) == (Words.COMPRESSED, "weight_scale", ("lm_head",))
+    assert read(FORMATS[Words.GPTQ_V2]) == (Words.GPTQ_V2, ())
+    assert read(packed_config()) == (Words.COMPRESSED, ("lm_head",))
 
 
 REFUSED: list[tuple[object, str]] = [

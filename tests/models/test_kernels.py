@@ -15,13 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layers import radix_attention, weight
+from layers import radix_attention
+from layers.formats import weight_format
+from layers.formats.e4m3 import FP8
 from layers.input_metadata import NO_PASS
 from layers.linear import Linear
 from layers.norm import RMSNorm
 from layers.placement import Placement
-from layers.quantization import Quantization, Scales
 from layers.squared_relu import SquaredReLU
+from layers.weight import Weight
 from memory_pool.state_pool import StatePool
 from radixrt.models.decoder import Block, Decoder, FeedForward, MixerBlock
 from radixrt.models.families import FAMILIES as ARCHITECTURES
@@ -155,8 +157,8 @@ def test_outputs_in_parts_are_those_that_a_norm_adds_up(
         shapes.append(tuple(parts.shape))
         return parts
 
-    monkeypatch.setattr(weight, "split_k_linear", recorded)
-    monkeypatch.setattr(weight, "split_k_config", lambda *_: SplitKConfig(16, 16, 2, 32))
+    monkeypatch.setattr(weight_format, "split_k_linear", recorded)
+    monkeypatch.setattr(weight_format, "split_k_config", lambda *_: SplitKConfig(16, 16, 2, 32))
     logits = passes(model, kernel_device)
     assert len(shapes) == in_parts * 4
     assert {shape[0] for shape in shapes} == ({2, 3} if in_parts else set())
@@ -192,7 +194,7 @@ def test_blocks_with_a_forward_of_their_own_join_nothing() -> None:
 
 
 def test_biased_and_referenced_outputs_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight, "split_k_config", lambda *_: SplitKConfig(16, 16, 2, 32))
+    monkeypatch.setattr(weight_format, "split_k_config", lambda *_: SplitKConfig(16, 16, 2, 32))
     x = torch.ones(3, 64)
     for bias, impl in ((True, "triton"), (False, "torch"), (False, "auto")):
         placement = Placement(torch.float32, torch.device("cpu"), impl)
@@ -234,8 +236,8 @@ def test_gate_and_up_are_fused_with_silu_alone(
         calls.append(gated_linear(*arguments, **options))
         return calls[-1]
 
-    monkeypatch.setattr(weight, "gated_linear", recorded)
-    monkeypatch.setattr(weight, "gated_linear_config", lambda *_, **__: WIDE_GATED)
+    monkeypatch.setattr(weight_format, "gated_linear", recorded)
+    monkeypatch.setattr(weight_format, "gated_linear_config", lambda *_, **__: WIDE_GATED)
     logits = passes(model, kernel_device)
     assert [call.shape[1] for call in calls] == [80] * (fused * 4)
     assert logits.isfinite().all()
@@ -245,16 +247,15 @@ def test_gate_and_up_are_fused_with_silu_alone(
 
 def test_what_one_kernel_may_not_compute_is_left_to_two(monkeypatch: pytest.MonkeyPatch) -> None:
     """Quantised weights, references, deterministic models, and shapes without a tile."""
-    monkeypatch.setattr(weight, "gated_linear", None)  # nothing calls it
+    monkeypatch.setattr(weight_format, "gated_linear", None)  # nothing calls it
     x, cpu = torch.ones(3, 64), torch.device("cpu")
     plain = Placement(torch.float32, cpu, "triton")
-    assert weight.Weight(64, 64, placement=plain).silu_gated(x) is None
-    monkeypatch.setattr(weight, "gated_linear_config", lambda *_, **__: True)
+    assert Weight(64, 64, placement=plain).silu_gated(x) is None
+    monkeypatch.setattr(weight_format, "gated_linear_config", lambda *_, **__: True)
     for impl in ("torch", "auto"):
-        assert weight.Weight(64, 64, placement=replace(plain, impl=impl)).silu_gated(x) is None
-    rows = Quantization(Scales.ROW, "weight_scale")
-    held = replace(plain, quantization=rows, holds_quantised=True)
-    assert weight.Weight(64, 64, placement=held).silu_gated(x) is None
+        assert Weight(64, 64, placement=replace(plain, impl=impl)).silu_gated(x) is None
+    held = replace(plain, quantization=FP8, holds_quantised=True)
+    assert Weight(64, 64, placement=held).silu_gated(x) is None
     config: Any = SimpleNamespace(hidden_size=64, intermediate_size=32, mlp_bias=False, activation="silu")
     assert FeedForward(config, placement=plain).fuses
     assert not FeedForward(config, placement=replace(plain, deterministic=True)).fuses
@@ -277,7 +278,7 @@ def test_a_fused_layer_is_within_rounding_of_one_that_is_not(
         calls.append(gated_linear(*arguments, **options))
         return calls[-1]
 
-    monkeypatch.setattr(weight, "gated_linear", recorded)
+    monkeypatch.setattr(weight_format, "gated_linear", recorded)
     x = torch.randn(num_rows, 1024, dtype=torch.bfloat16, device=device)
     fused = layer(x, NO_PASS)
     is_hopper = torch.cuda.get_device_capability() == (9, 0)

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from layers.moe import E4M3Matrices, SparseMoE
+from layers.formats.e4m3 import E4M3Format, Scales
+from layers.formats.weight_format import PLAIN
+from layers.moe import SparseMoE
 from layers.placement import Placement
-from layers.quantization import Quantization, Scales
-from layers.weight import Weight
+from layers.weight import Stack, Weight
 from radixrt.errors import ModelError
 from radixrt.models.config import ModelConfig
 from radixrt.models.decoder import Decoder
@@ -67,7 +68,7 @@ def test_checkpoints_are_what_transformers_makes_of_their_numbers(name: str, tmp
     make, form = MODELS[name]
     reference = write(make(), tmp_path, form)
     model, config = load_model(tmp_path)
-    assert config.quantization is not None
+    assert isinstance(config.quantization, E4M3Format)
     assert config.quantization.scales is FORMATS[form][0]
     assert all(weight.values.dtype == torch.float32 for weight in linear_weights(model))
     ids = prompt(30, 1)
@@ -191,7 +192,7 @@ def test_experts_are_held_as_they_are_stored(name: str, tmp_path: Path, holding:
     for ours, theirs in zip(experts_of(held), experts_of(plain), strict=True):
         assert ours.router.weight.values.dtype == torch.float32
         for stack, expected in ((ours.gate_up, theirs.gate_up), (ours.down, theirs.down)):
-            assert isinstance(stack, E4M3Matrices)
+            assert isinstance(stack, Stack)
             for expert in range(len(expected)):
                 assert torch.equal(stack.value[expert].dequantised(torch.float32), expected[expert])
     layer = experts_of(held)[0]
@@ -264,7 +265,7 @@ def test_other_weights_in_place(tmp_path: Path, holding: dict[str, Any]) -> None
     for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(ours.float(), theirs.float())
     checkpoints.write(llama(2), tmp_path / "plain")
-    with pytest.raises(ModelError, match="not a checkpoint of this model: quantization is None, not Quantization"):
+    with pytest.raises(ModelError, match="not a checkpoint of this model: quantization is plain, not E4M3Format"):
         reload_weights(model, config, tmp_path / "plain", before_change=lambda: None)
 
 
@@ -364,17 +365,17 @@ def test_blocks_in_which_some_heads_lie_in_part(tmp_path: Path) -> None:
 
 
 def test_what_configs_say() -> None:
-    assert read_quantization(None) is None
-    assert read_quantization(fp8_config()) == Quantization(
-        Scales.BLOCK, "weight_scale_inv", ("lm_head", "model.norm")
+    assert read_quantization(None) == PLAIN
+    assert read_quantization(fp8_config()) == E4M3Format(
+        Scales.BLOCK, "weight_scale_inv", ignored=("lm_head", "model.norm")
     )
     names = ["re:.*gate$", "model.language_model.layers.3.mlp", "vision_tower.x"]
     read = read_quantization(compressed_config(ignore=names))
-    assert read == Quantization(Scales.ROW, "weight_scale", ("re:.*gate$", "model.layers.3.mlp"))
+    assert read == E4M3Format(Scales.ROW, "weight_scale", ignored=("re:.*gate$", "model.layers.3.mlp"))
 
 
 def test_which_layers_are_ignored() -> None:
-    ignored = Quantization(Scales.ROW, "weight_scale", ("lm_head", "model.layers.3.mlp", "re:.*gate$")).ignores
+    ignored = E4M3Format(Scales.ROW, ignored=("lm_head", "model.layers.3.mlp", "re:.*gate$")).ignores
     assert all(
         map(ignored, ("lm_head", "model.layers.3.mlp", "model.layers.3.mlp.up_proj", "model.layers.0.gate"))
     )
@@ -454,7 +455,7 @@ def test_a_block_whose_weights_are_held_otherwise_is_of_another_kind(tmp_path: P
     """Kernels are warmed up with a block of each kind."""
     config = ModelConfig.from_folder(checkpoints.write(checkpoints.llama(num_hidden_layers=6), tmp_path))
     placement = Placement(
-        torch.float32, torch.device("meta"), quantization=Quantization(Scales.ROW), holds_quantised=True
+        torch.float32, torch.device("meta"), quantization=E4M3Format(Scales.ROW), holds_quantised=True
     )
     decoder = Decoder(config, placement)
     for block in decoder.blocks[:3]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layers.int4_formats import Words
+from layers.formats.int4 import Words
 from layers.linear import Linear, SummedLinear
 from layers.place import Filled, Packed
 from layers.products import same_bits

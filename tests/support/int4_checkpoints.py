@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from layers.int4_formats import Words
+from layers.formats.int4 import Words
 from tests.support import checkpoints
 from tests.support.quantised_checkpoints import LINEAR
 from triton_ops.linear.int4_linear import GROUP

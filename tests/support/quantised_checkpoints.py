@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from layers.quantization import Scales
+from layers.formats.e4m3 import Scales
 from tests.support import checkpoints
 from triton_ops.e4m3 import E4M3
 from triton_ops.linear.e4m3_linear import dequantised_weight, quantised_weight

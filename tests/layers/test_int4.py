@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from layers import int4_places
-from layers.int4_formats import Words
+from layers.formats import int4
+from layers.formats.int4 import Int4Format, Words
 from layers.linear import StackedLinear
 from layers.placement import Placement
-from layers.quantization import Quantization, Scales
 from layers.weight import Weight
 from tests.support.int4_checkpoints import dequantised, packed, quantised
 from tests.support.interpreter import require_interpreter
@@ -23,8 +22,7 @@ IGNORED = {"g_idx", "weight_shape"}  # by the loader
 
 
 def placement(words: Words, dtype: torch.dtype = torch.float16, *, holds: bool = True) -> Placement:
-    quantization = Quantization(Scales.GROUP, "scales", words=words)
-    return Placement(dtype, CPU, quantization=quantization, holds_quantised=holds)
+    return Placement(dtype, CPU, quantization=Int4Format(words), holds_quantised=holds)
 
 
 def layer(sizes: tuple[int, ...], depth: int, words: Words) -> tuple[dict[str, Tensor], Tensor]:
@@ -43,7 +41,7 @@ def layer(sizes: tuple[int, ...], depth: int, words: Words) -> tuple[dict[str, T
 @pytest.mark.parametrize("words", Words)
 def test_parts_of_a_stack(words: Words, holds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Held in 4 bits, or dequantised when the last of them has come; a few rows at a time."""
-    monkeypatch.setattr(int4_places, "PIECE_ROWS", 16)
+    monkeypatch.setattr(int4, "PIECE_ROWS", 16)
     sizes = (40, 8, 72)
     stored, expected = layer(sizes, 256, words)
     for order in list(permutations(stored))[:: 60 if len(stored) > 6 else 7][:8]:
@@ -95,10 +93,8 @@ def test_scales_are_rounded_to_the_dtype_of_the_model() -> None:
 
 def test_plain_weights_are_rounded_to_4_bits() -> None:
     """As random ones are."""
-    quantization = Quantization(Scales.GROUP, words=Words.AWQ)
-    weight = Weight(
-        40, 256, placement=Placement(torch.float16, CPU, quantization=quantization, holds_quantised=True)
-    )
+    given = Placement(torch.float16, CPU, quantization=Int4Format(None), holds_quantised=True)
+    weight = Weight(40, 256, placement=given)
     values = torch.randn(40, 256, generator=torch.Generator().manual_seed(0))
     ((name, place),) = weight.places("x", 0, 40)
     place.copy_(values)
@@ -111,7 +107,7 @@ def test_plain_weights_are_rounded_to_4_bits() -> None:
 
 def test_a_held_weight_runs_its_kernel() -> None:
     require_interpreter()
-    quantization = Quantization(Scales.GROUP, "scales", words=Words.GPTQ)
+    quantization = Int4Format(Words.GPTQ)
     given = Placement(torch.float16, CPU, "triton", quantization=quantization, holds_quantised=True)
     weight, (stored, expected) = Weight(64, 128, placement=given), layer((64,), 128, Words.GPTQ)
     for name, place in weight.places("x.a", 0, 64):
