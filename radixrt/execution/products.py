@@ -170,7 +170,7 @@ def _check_states(decoder: Decoder, layer: RecurrentLayer) -> None:
     def mixed(ends: Sequence[int], sequences: int) -> list[Tensor]:
         """Of the first one the outputs, and the parts of the state that it leaves; passes end at `ends`."""
         pool = StatePool(1 + sequences, config.state_parts(1, placement.dtype), device=device)
-        states, parts = pool.view(layer.layer_id), []
+        states, parts = pool.view(0), []
         numbers = torch.arange(sequences, dtype=torch.int32, device=device)
         for start, end in pairwise([0, *ends]):
             tokens, lens = end - start, torch.full_like(numbers, end - start)

@@ -30,7 +30,7 @@ from radixrt.execution.memory_budget import largest_pass, pool_slots, pool_state
 from radixrt.execution.model_runner import ModelRunner, Tuning
 from radixrt.execution.pass_builder import PassKey
 from radixrt.limits import NO_PASSES, PassLimits, requests_with_states
-from radixrt.models import loader
+from radixrt.models.checkpoint import Checkpoint
 from radixrt.models.decoder import Attention, Decoder
 from radixrt.models.loader import load_model
 from radixrt.models.qwen_hybrid import _regrouped
@@ -494,7 +494,7 @@ def test_states_are_refused_before_weights_are_read(folder: Path, monkeypatch: p
     states = (1 + limits.own_states) * model.kv_layout(torch.float32).bytes_per_sequence
     weights = sum(weight.nbytes for weight in model.parameters())
     monkeypatch.setattr(memory_budget, "free_bytes", lambda device: 4 * states + weights - 4)
-    monkeypatch.setattr(loader, "_fill", lambda *_: pytest.fail("weights are read"))
+    monkeypatch.setattr(Checkpoint, "fill", lambda *_: pytest.fail("weights are read"))
     with pytest.raises(ParameterError, match="max_running_requests is 20, whose sequences have 24 states of"):
         Runtime(folder, device="cpu", max_total_tokens=300, max_running_requests=20)
     for options in ({"max_running_requests": 19}, {}):
