@@ -44,6 +44,7 @@ from radixrt.frontend.arguments import (
     are_built_soon,
     as_list,
     is_token_ids,
+    known,
     listed_prompts,
 )
 from radixrt.listed import listed_requests
@@ -214,7 +215,7 @@ class Runtime:
             DeviceLostError: a pass failed, and the device works no more: go on in a new process.
         """
         listed, many = listed_prompts(prompts)
-        call = Call(next(self._calls), many, **options)
+        call = Call(next(self._calls), many, **known(options, CallOptions))
         built = partial(self._late, listed, sampling_params, call)
         outputs = sorted(self._iterate(built, call.on_error, progress), key=attrgetter("index"))
         return outputs if many else outputs[0]
@@ -232,7 +233,7 @@ class Runtime:
         Of a long list of texts, which are encoded meanwhile, some outputs may come before PromptError is raised.
         """
         listed, _ = listed_prompts(prompts)
-        call = Call(next(self._calls), **options)
+        call = Call(next(self._calls), **known(options, CallOptions))
         yield from self._iterate(partial(self._late, listed, sampling_params, call), call.on_error, progress)
 
     def stream(
@@ -249,7 +250,7 @@ class Runtime:
         character, or the beginning of a stop string. The first comes with its first token, each other one after
         `stream_interval` more, and the last one when it has ended. Leaving the loop early ends the request.
         """
-        number = next(self._calls)
+        number, options = next(self._calls), known(options, StreamOptions)
         with self._driver.opened(StreamCall(stream_interval, self.tokenizer)) as call:
             request = self._builder.build_streamed(prompt, sampling_params, number, **options)
             self._driver.submit([request], call)
@@ -277,7 +278,7 @@ class Runtime:
     ) -> RequestOutput | list[RequestOutput]:
         """`generate` for asyncio: the work is done in other threads. Calls run together; a cancelled one ends."""
         listed, many = listed_prompts(prompts)
-        call = Call(next(self._calls), many, **options)
+        call = Call(next(self._calls), many, **known(options, CallOptions))
         outputs = await self._async_outputs(partial(self._late, listed, sampling_params, call), call.on_error)
         outputs.sort(key=attrgetter("index"))
         return outputs if many else outputs[0]
@@ -291,7 +292,8 @@ class Runtime:
         **options: Unpack[StreamOptions],
     ) -> AsyncGenerator[StreamChunk, None]:
         """`stream` for asyncio, as `async_generate`."""
-        build = partial(self._builder.build_streamed, prompt, sampling_params, next(self._calls), **options)
+        number, options = next(self._calls), known(options, StreamOptions)
+        build = partial(self._builder.build_streamed, prompt, sampling_params, number, **options)
         return self._async_chunks(lambda: [build()], stream_interval)
 
     def async_stream_all(

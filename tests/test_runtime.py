@@ -511,16 +511,18 @@ def test_options_of_calls_are_documented_and_others_named(runtime: Runtime) -> N
     documented = str(Runtime.generate.__doc__)
     for option in CallOptions.__annotations__ | ScoreOptions.__annotations__:
         assert f"    {option}: " in documented
-    wrong: dict[str, Any] = {"tennant": "a"}
-    for call in (
-        lambda: runtime.generate([5], **wrong),
-        lambda: next(runtime.generate_iter([[5]], **wrong)),
-        lambda: next(runtime.stream([5], **wrong)),
-        lambda: runtime.score([[5]], [[6]], **wrong),
-        lambda: asyncio.run(runtime.async_generate([5], **wrong)),
-    ):
-        with pytest.raises(TypeError, match="unexpected keyword argument 'tennant'"):
-            call()
+    for name in ("tennant", "temperature", "streams"):
+        wrong: dict[str, Any] = {name: True}
+        for call in (
+            lambda wrong: runtime.generate([5], **wrong),
+            lambda wrong: next(runtime.generate_iter([[5]], **wrong)),
+            lambda wrong: next(runtime.stream([5], **wrong)),
+            lambda wrong: runtime.async_stream([5], **wrong),
+            lambda wrong: runtime.score([[5]], [[6]], **wrong),
+            lambda wrong: asyncio.run(runtime.async_generate([5], **wrong)),
+        ):
+            with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+                call(wrong)
 
 
 def test_a_prompt_that_never_fits_is_refused(folder: Path) -> None:
