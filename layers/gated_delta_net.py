@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
+from layers.checkpoint_slot import CheckpointSlot, Packed
 from layers.input_metadata import InputMetadata
 from layers.linear import StackedLinear, SummedLinear
 from layers.norm import Hidden, RMSNorm
-from layers.place import Packed, Place
 from layers.placement import Placement
-from layers.ranks import Addend
+from layers.ranks import PartialSum
 from layers.recurrent import RecurrentLayer
 from triton_ops.recurrent.causal_conv import causal_conv
 from triton_ops.recurrent.gated_delta import gated_delta
@@ -83,7 +83,7 @@ class GatedDeltaNet(RecurrentLayer):
     def ends(self) -> tuple[None, SummedLinear]:
         return None, self.output  # two weights read the input, and need not take the same numbers
 
-    def forward(self, x: Hidden, metadata: InputMetadata) -> Addend:
+    def forward(self, x: Hidden, metadata: InputMetadata) -> PartialSum:
         sizes, (rows, states) = self.sizes, metadata.states_of(self.layer_id)
         qkv, z = torch.split(self.qkvz(x, metadata), [sizes.channels, sizes.values], dim=1)
         b, a = self.ba(x, metadata).chunk(2, dim=1)
@@ -105,10 +105,10 @@ class GatedDeltaNet(RecurrentLayer):
             impl=self.impl,
         )
         normed = gated_rms_norm(read, z, self.norm.weight, self.norm.eps, impl=self.impl)
-        out: Addend = self.output(normed.flatten(1), metadata)
+        out: PartialSum = self.output(normed.flatten(1), metadata)
         return out
 
-    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         yield from self.qkvz.checkpoint_tensors(name)
         yield from self.ba.checkpoint_tensors(name)
         yield f"{name}.conv1d.weight", Packed(self.conv.unsqueeze(1), tuple(self.sizes.parts))

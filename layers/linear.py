@@ -7,12 +7,12 @@ from itertools import accumulate, chain
 
 from torch import nn
 
+from layers.checkpoint_slot import CheckpointSlot, Packed
 from layers.input_metadata import InputMetadata
 from layers.norm import Hidden
-from layers.place import Packed, Place
 from layers.placement import Layer, Placement
 from layers.products import Product
-from layers.ranks import ALONE, Addend, Ranks
+from layers.ranks import ALONE, PartialSum, Ranks
 from layers.weight import Weight
 
 
@@ -23,7 +23,7 @@ class Linear(Layer):
         ranks: what is computed is a part of their sum; the first one adds the bias.
         emits_parts: whether the result may be parts, because its reader adds them, as `RMSNorm.add` does: see
             `Sublayer.join`. They are float32 `[P, num_tokens, out_features]`, where `split_k_linear` is faster (on
-            a GPU, for small batches, unless the layer is deterministic); of several ranks a RankPart.
+            a GPU, for small batches, unless the layer is deterministic); of several ranks a RankSum.
     """
 
     ranks: Ranks = ALONE
@@ -49,17 +49,17 @@ class Linear(Layer):
         """The bias that this rank adds."""
         return self.bias if self.ranks.rank == 0 else None
 
-    def forward(self, x: Hidden, metadata: InputMetadata) -> Addend:
+    def forward(self, x: Hidden, metadata: InputMetadata) -> PartialSum:
         """`x [..., in_features]` to `[..., out_features]`, or to parts: see `emits_parts`."""
         cuts = self.emits_parts and self.ranks.is_alone
         part = self.weight.product(x, self.added_bias, ordered=self.product, split_k_ok=cuts)
         # The one place between a product and what follows: an adapter of the pass would add to `part` here.
-        return self.ranks.addend(part) if self.emits_parts else self.ranks.summed(part)
+        return self.ranks.partial_sum(part) if self.emits_parts else self.ranks.summed(part)
 
-    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         yield from self._part(name, 0, self.weight.shape[0])
 
-    def _part(self, name: str, start: int, stop: int) -> Iterator[tuple[str, Place]]:
+    def _part(self, name: str, start: int, stop: int) -> Iterator[tuple[str, CheckpointSlot]]:
         """Of the outputs from `start` to `stop`, where a checkpoint calls them `name`."""
         yield from self.weight.places(name, start, stop)
         if self.bias is not None:
@@ -102,7 +102,7 @@ class StackedLinear(Linear):
         super().__init__(in_features, ends[-1], bias=bias, starts=starts, placement=placement)
         self.stored_parts = tuple(zip(sizes.items(), starts, ends, strict=True))
 
-    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         """As `Layer.checkpoint_tensors`, with a view for each part; `name` is the prefix of their names."""
         for (part, sizes), start, stop in self.stored_parts:
             for stored, place in self._part(f"{name}.{part}", start, stop):

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
+from layers.checkpoint_slot import CheckpointSlot, Packed
 from layers.input_metadata import InputMetadata
 from layers.linear import StackedLinear, SummedLinear
 from layers.norm import GatedRMSNorm, Hidden
-from layers.place import Packed, Place
 from layers.placement import Placement
-from layers.ranks import Addend
+from layers.ranks import PartialSum
 from layers.recurrent import RecurrentLayer
 from layers.weight import Weight
 from triton_ops.recurrent.causal_conv import causal_conv
@@ -97,7 +97,7 @@ class Mamba2(RecurrentLayer):
     def ends(self) -> tuple[Weight, SummedLinear]:
         return self.input.weight, self.output
 
-    def forward(self, x: Hidden, metadata: InputMetadata) -> Addend:
+    def forward(self, x: Hidden, metadata: InputMetadata) -> PartialSum:
         sizes, (rows, states) = self.sizes, metadata.states_of(self.layer_id)
         parts = [sizes.values, sizes.channels, sizes.num_heads]
         z, xbc, dt = torch.split(self.input(x, metadata), parts, dim=1)
@@ -117,10 +117,10 @@ class Mamba2(RecurrentLayer):
             deterministic=self.deterministic,
             impl=self.impl,
         )
-        out: Addend = self.output(self.norm.gated(y.flatten(1), z), metadata)
+        out: PartialSum = self.output(self.norm.gated(y.flatten(1), z), metadata)
         return out
 
-    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         yield from self.input.checkpoint_tensors(name)
         channels = tuple(self.sizes.parts)
         yield f"{name}.conv1d.weight", Packed(self.conv.unsqueeze(1), channels)

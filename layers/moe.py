@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from layers.checkpoint_slot import CheckpointSlot
 from layers.formats.weight_format import PLAIN, Tensors, WeightFormat
 from layers.input_metadata import InputMetadata
 from layers.linear import Linear
 from layers.norm import Hidden
-from layers.place import Place
 from layers.placement import Layer, Placement
-from layers.ranks import Addend
+from layers.ranks import PartialSum
 from layers.sigmoid_router import SigmoidRouter
 from layers.sublayer import Sublayer
 from layers.weight import Stack, places_of
@@ -71,11 +71,11 @@ class SparseMoE(Sublayer):
     def ends(self) -> tuple[None, SparseMoE]:
         return None, self  # the router and the experts read the same tokens
 
-    def forward(self, x: Hidden, metadata: InputMetadata) -> Addend:
+    def forward(self, x: Hidden, metadata: InputMetadata) -> PartialSum:
         """`x [num_tokens, hidden_size]` to the same shape, or to parts: see `emits_parts`."""
         assert isinstance(x, Tensor)  # two layers read it, so nobody quantises it for one
         part = self.of_rank(x, metadata)
-        return self.ranks.addend(part) if self.emits_parts else self.ranks.summed(part)
+        return self.ranks.partial_sum(part) if self.emits_parts else self.ranks.summed(part)
 
     def of_rank(self, x: Tensor, metadata: InputMetadata) -> Tensor:
         """`forward`, before ranks are summed."""
@@ -118,7 +118,7 @@ class SparseMoE(Sublayer):
             return self._placement.parameter(*shape)
         return Stack(self.held, *shape, placement=self._placement)
 
-    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         """As `Layer.checkpoint_tensors`, of the router, then expert by expert."""
         yield from self.router.checkpoint_tensors(f"{name}.gate")
         (num_experts, hidden_size, size), (*firsts, last) = self.shape, self.names
@@ -154,7 +154,7 @@ class SharedMoE(SparseMoE):
         added: Tensor = self.shared(x, metadata)
         return added
 
-    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         yield from super().checkpoint_tensors(name)
         if self.shared_name is not None:
             yield from self.shared.checkpoint_tensors(f"{name}.{self.shared_name}")

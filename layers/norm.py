@@ -7,7 +7,7 @@ from torch.nn.functional import pad
 
 from layers.placement import Layer, Placement
 from layers.products import Product
-from layers.ranks import Addend, RankPart, whole
+from layers.ranks import PartialSum, RankSum, whole
 from layers.weight import Weight
 from triton_ops.activations.quantised_rows import BLOCK, QuantisedRows
 from triton_ops.implementation import cdiv
@@ -43,7 +43,7 @@ class RMSNorm(Layer):
         """`x [..., size]`, normed."""
         return rms_norm(x, self.weight, self.eps, offset=self.offset, impl=self.impl)
 
-    def add(self, x: Addend, residual: Tensor | None) -> tuple[Hidden, Tensor]:
+    def add(self, x: PartialSum, residual: Tensor | None) -> tuple[Hidden, Tensor]:
         """`x + residual` normed as the `reader` takes it, and the sum, the next residual; without a residual, x
         normed, and x.
         """
@@ -52,16 +52,16 @@ class RMSNorm(Layer):
         if residual is None:
             x = whole(x)
             return self(x), x
-        if isinstance(x, RankPart):
+        if isinstance(x, RankSum):
             if self.adds_parts and not self.before:
                 return x.peers.add_rms_norm(x.part, residual, self.weight, self.eps)
             x = whole(x)
         first = next((norm.weight for norm in self.before), None)
         return add_rms_norm(x, residual, self.weight, self.eps, offset=self.offset, before=first, impl=self.impl)
 
-    def _quantised(self, x: Addend, residual: Tensor | None, groups: bool) -> tuple[QuantisedRows, Tensor]:
+    def _quantised(self, x: PartialSum, residual: Tensor | None, groups: bool) -> tuple[QuantisedRows, Tensor]:
         fits = self.adds_parts and not (groups and len(self.weight) < BLOCK)
-        if fits and isinstance(x, RankPart) and residual is not None:
+        if fits and isinstance(x, RankSum) and residual is not None:
             return x.peers.quantised_rms_norm(x.part, residual, self.weight, self.eps, groups=groups)
         args = whole(x), residual, self.weight, self.eps
         return quantised_rms_norm(*args, groups=groups, offset=self.offset, impl=self.impl)

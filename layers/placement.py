@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from layers.checkpoint_slot import CheckpointSlot
 from layers.formats.weight_format import PLAIN, WeightFormat
-from layers.place import Place
 from layers.ranks import ALONE, Ranks
 from layers.stages import WHOLE, Stage
 from triton_ops.implementation import Impl
@@ -48,6 +48,6 @@ class Placement:
 class Layer(nn.Module):
     """A layer with weights, uninitialised until the tensors of `checkpoint_tensors` are filled."""
 
-    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         """The layer's tensors in a checkpoint, where it is called `name`: (tensor name, place)."""
         return self.named_parameters(name, recurse=False)

@@ -44,10 +44,10 @@ class Ranks:
         """Those that hold so many rows in equal parts: these, or where the parts would not be equal, one alone."""
         return self if num_rows % self.size == 0 else ALONE
 
-    def addend(self, part: Tensor) -> Addend:
+    def partial_sum(self, part: Tensor) -> PartialSum:
         """`summed`, or what `RMSNorm.add` takes where it sums in its own kernel."""
         if self.peers is not None and not self.is_alone and self.peers.takes_rows(part):
-            return RankPart(part, self.peers)
+            return RankSum(part, self.peers)
         return self.summed(part)
 
     def summed(self, part: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class Ranks:
         return parts.view(self.size, *part.shape)
 
 
-class RankPart(NamedTuple):
+class RankSum(NamedTuple):
     """A rank's part of a sum, which was not made yet.
 
     Attributes:
@@ -99,13 +99,13 @@ class RankPart(NamedTuple):
         return self.peers(self.part)
 
 
-Addend = Tensor | RankPart
+PartialSum = Tensor | RankSum
 """What `RMSNorm.add` adds to a residual."""
 
 
-def whole(addend: Addend) -> Tensor:
+def whole(addend: PartialSum) -> Tensor:
     """With the sum made."""
-    return addend.summed() if isinstance(addend, RankPart) else addend
+    return addend.summed() if isinstance(addend, RankSum) else addend
 
 
 ALONE = Ranks()

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from layers.checkpoint_slot import CheckpointSlot
 from layers.input_metadata import InputMetadata
 from layers.linear import StackedLinear, SummedLinear
 from layers.norm import Hidden
-from layers.place import Place
 from layers.placement import Placement
-from layers.ranks import Addend
+from layers.ranks import PartialSum
 from layers.recurrent import RecurrentLayer
 from layers.weight import Weight
 from triton_ops.recurrent.causal_conv import causal_conv
@@ -40,14 +40,14 @@ class ShortConv(RecurrentLayer):
     def ends(self) -> tuple[Weight, SummedLinear]:
         return self.bcx.weight, self.output
 
-    def forward(self, x: Hidden, metadata: InputMetadata) -> Addend:
+    def forward(self, x: Hidden, metadata: InputMetadata) -> PartialSum:
         rows, states = metadata.states_of(self.layer_id)
         b, c, inner = self.bcx(x, metadata).chunk(3, dim=1)
         mixed = causal_conv(inner, self.conv, self.conv_bias, states.conv, rows, gates=(b, c), impl=self.impl)
-        out: Addend = self.output(mixed, metadata)
+        out: PartialSum = self.output(mixed, metadata)
         return out
 
-    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         yield from self.bcx.checkpoint_tensors(name)
         yield f"{name}.conv.weight", self.conv.unsqueeze(1)
         if self.conv_bias is not None:

@@ -10,7 +10,7 @@ from typing import Protocol
 from layers.input_metadata import InputMetadata
 from layers.norm import Hidden, RMSNorm
 from layers.placement import Layer
-from layers.ranks import Addend
+from layers.ranks import PartialSum
 from layers.weight import Weight
 
 
@@ -24,7 +24,7 @@ class Sublayer(Layer):
     """Attention, a recurrent layer, a feed-forward layer, or experts."""
 
     @abstractmethod
-    def forward(self, x: Hidden, metadata: InputMetadata) -> Addend:
+    def forward(self, x: Hidden, metadata: InputMetadata) -> PartialSum:
         """`x [T, hidden_size]` to the same shape, or to parts: see `Linear`."""
 
     @property

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from layers.checkpoint_slot import CheckpointSlot, LeftPlain
 from layers.formats.weight_format import PLAIN, Tensors, WeightFormat
-from layers.place import LeftPlain, Place
 from layers.placement import Placement
 from layers.products import Product
 from triton_ops.activations.quantised_rows import QuantisedRows
@@ -98,7 +98,7 @@ class Weight(Stack):
         """Hold the model's dtype in place of fewer bits. It is not filled any more."""
         self._hold(PLAIN)
 
-    def places(self, name: str, start: int, stop: int) -> Iterator[tuple[str, Place]]:
+    def places(self, name: str, start: int, stop: int) -> Iterator[tuple[str, CheckpointSlot]]:
         """Rows `start` to `stop` in a checkpoint, where their layer is called `name`: (tensor name, place)."""
         rows = self.held.rows(self.tensors, start, stop)
         return places_of(name, self.stored, self.held, rows, self.hold_plain)
@@ -106,7 +106,7 @@ class Weight(Stack):
 
 def places_of(
     name: str, stored: WeightFormat, held: WeightFormat, tensors: Tensors, hold_plain: Callable[[], object]
-) -> Iterator[tuple[str, Place]]:
+) -> Iterator[tuple[str, CheckpointSlot]]:
     """What fills the `tensors` of a weight in a checkpoint that calls its layer `name`: (tensor name, place)."""
     if stored.ignores(name):
         stored = PLAIN

@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from radixrt.asked_form import AskedForm
 from radixrt.cache.cache_stats import CacheStats
 from radixrt.checks import check_int
 from radixrt.config import RuntimeConfig
@@ -31,6 +30,7 @@ from radixrt.engine.parts import Parts
 from radixrt.engine.session import Session
 from radixrt.engine.signals import deferred
 from radixrt.errors import ParameterError, PassError, PromptError, RadixrtError
+from radixrt.form_spec import FormSpec
 from radixrt.frontend.arguments import (
     Call,
     CallOptions,
@@ -47,8 +47,8 @@ from radixrt.frontend.arguments import (
     known,
     listed_prompts,
 )
-from radixrt.listed import listed_requests
 from radixrt.output import RequestOutput, ScoreOutput, StreamChunk
+from radixrt.request_list import request_list
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.activity import Activity
 from radixrt.schedule.request import Request
@@ -144,7 +144,7 @@ class Runtime:
         """The parameters of calls that give none: SamplingParams(), or the model's own (`generation_config`)."""
         return self._builder.defaults
 
-    def form_refusal(self, asked: AskedForm) -> str | None:
+    def form_refusal(self, asked: FormSpec) -> str | None:
         """Why answers cannot have a form, or None; from any thread."""
         return self._builder.form_refusal(asked)
 
@@ -672,7 +672,7 @@ class Runtime:
         """`RequestBuilder.build_all`, but the requests of a long list are made while the device computes, and its
         texts encoded.
         """
-        return listed_requests(self._builder, prompts, params, call, sorts=self.parts.scheduler.sorts)
+        return request_list(self._builder, prompts, params, call, sorts=self.parts.scheduler.sorts)
 
     async def _in_thread(self, build: Callable[[], T]) -> T:
         """Run two of a loop's tasks beside it, a long one and short ones; the next waits until the loop looks."""

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import regex
 
-from radixrt.asked_form import (
+from radixrt.checks import check_float, check_int
+from radixrt.errors import ParameterError
+from radixrt.form_spec import (
     FORM_FIELDS,
     NESTED,
-    AskedForm,
     FormEngine,
+    FormSpec,
     choices,
     form_engine,
     form_text,
     schema_text,
 )
-from radixrt.checks import check_float, check_int
-from radixrt.errors import ParameterError
 
 MAX_TOKEN_ID = 2**31 - 1
 MAX_NEW_TOKENS = 2**31 - 1
@@ -274,16 +274,16 @@ class SamplingParams:
         return self.max_new_tokens == MAX_NEW_TOKENS
 
     @property
-    def form(self) -> AskedForm | None:
+    def form(self) -> FormSpec | None:
         """The form that answers are to have."""
         if self.json_schema is not None or self.json_object:
-            return AskedForm("json_schema", self.json_schema or JSON_OBJECT, self.form_engine)
+            return FormSpec("json_schema", self.json_schema or JSON_OBJECT, self.form_engine)
         if self.regex is not None:
-            return AskedForm("regex", self.regex, self.form_engine)
+            return FormSpec("regex", self.regex, self.form_engine)
         if self.grammar is not None:
-            return AskedForm("grammar", self.grammar, self.form_engine)
+            return FormSpec("grammar", self.grammar, self.form_engine)
         if self.choice:
-            return AskedForm("choice", json.dumps(self.choice), self.form_engine)
+            return FormSpec("choice", json.dumps(self.choice), self.form_engine)
         return None
 
     def first_scored(self, prompt_len: int) -> int | None:

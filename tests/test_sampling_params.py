@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from radixrt import ParameterError, SamplingParams
-from radixrt.asked_form import FORM_FIELDS, NESTED
+from radixrt.form_spec import FORM_FIELDS, NESTED
 from radixrt.frontend.sampling_aliases import sampling_params_from_dict
 from radixrt.sampling_params import _CHECKS, SPELLINGS
 
@@ -163,7 +163,7 @@ def test_whole_floats_are_whole_numbers() -> None:
 def test_the_spellings_of_other_engines_are_keywords() -> None:
     values = {"max_new_tokens": 7, "min_new_tokens": 5, "seed": 3, "include_stop_str": True}
     for spelling, name in SPELLINGS.items():
-        if name in FORM_FIELDS:  # of which there is one: see tests/test_asked_form.py
+        if name in FORM_FIELDS:  # of which there is one: see tests/test_form_spec.py
             continue
         params = SamplingParams(**{**values, name: values[name]})
         others = {other: value for other, value in values.items() if other != name}

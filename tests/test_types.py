@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from radixrt import SamplingParams, sampling_params
-from radixrt.asked_form import NESTED
+from radixrt.form_spec import NESTED
 
 PROGRAM = """
 from contextlib import closing

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layers.checkpoint_slot import Filled
 from layers.formats.weight_format import Shape, Slots, Tensors, WeightFormat, gathered
-from layers.place import Filled
 from triton_ops.activations.quantised_rows import BLOCK, QuantisedRows
 from triton_ops.e4m3 import E4M3, FIRST_CAPABILITY
 from triton_ops.implementation import Impl, cdiv, gpu_of, runs_triton

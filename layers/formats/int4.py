@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layers.checkpoint_slot import Filled
 from layers.formats.weight_format import Shape, Slots, Tensors, WeightFormat, gathered
-from layers.place import Filled
 from triton_ops.activations.quantised_rows import QuantisedRows
 from triton_ops.implementation import Impl, cdiv, runs_triton
 from triton_ops.linear.int4_linear import GROUP, int4_linear, pack_int4
@@ -29,7 +29,7 @@ MIDDLE = 8  # stands for 0 where no zeros are stored
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
-class Words(Enum):
+class Int4Packing(Enum):
     """How a checkpoint packs numbers of 4 bits. Zeros of the first format of GPTQ are stored less one."""
 
     AWQ = "awq"
@@ -49,7 +49,7 @@ class Int4Format(WeightFormat):
         plain: layers that it is known to leave as they are; then `ignored` says nothing. None: not known.
     """
 
-    words: Words | None
+    words: Int4Packing | None
     plain: frozenset[str] | None = None
 
     numbers = "4 bits"
@@ -60,7 +60,7 @@ class Int4Format(WeightFormat):
 
     @property
     def units(self) -> tuple[int, int]:
-        return 1 if self.words is Words.COMPRESSED else IN_A_WORD, GROUP
+        return 1 if self.words is Int4Packing.COMPRESSED else IN_A_WORD, GROUP
 
     def ignores(self, layer: str) -> bool:
         return super().ignores(layer) if self.plain is None else layer in self.plain
@@ -111,43 +111,46 @@ class Int4Format(WeightFormat):
         return int4_linear(x, tensors["values"], tensors["scale"], tensors["zeros"], bias, impl=impl)
 
 
-def _stored(words: Words, num_rows: int, depth: int) -> dict[str, tuple[tuple[int, int], torch.dtype]]:
+def _stored(words: Int4Packing, num_rows: int, depth: int) -> dict[str, tuple[tuple[int, int], torch.dtype]]:
     """Shapes and dtypes of the tensors of a weight `[N, K]`: numbers, scales, maybe zeros."""
     groups, row_words, column_words = cdiv(depth, GROUP), cdiv(depth, IN_A_WORD), cdiv(num_rows, IN_A_WORD)
-    if words is Words.COMPRESSED:
+    if words is Int4Packing.COMPRESSED:
         shapes = {"weight_packed": (num_rows, row_words), "weight_scale": (num_rows, groups)}
     else:
-        numbers = (depth, column_words) if words is Words.AWQ else (row_words, num_rows)
+        numbers = (depth, column_words) if words is Int4Packing.AWQ else (row_words, num_rows)
         shapes = {"qweight": numbers, "qzeros": (groups, column_words), "scales": (groups, num_rows)}
     dtypes = {"weight_scale": torch.float32, "scales": torch.float32}
     return {kind: (shape, dtypes.get(kind, torch.int32)) for kind, shape in shapes.items()}
 
 
-def _scales_and_zeros(words: Words, stored: Tensors, num_rows: int) -> tuple[Tensor, Tensor]:
+def _scales_and_zeros(words: Int4Packing, stored: Tensors, num_rows: int) -> tuple[Tensor, Tensor]:
     """Any float and uint8, `[N, K / 128]`."""
-    if words is Words.COMPRESSED:
+    if words is Int4Packing.COMPRESSED:
         scales = stored["weight_scale"]
         return scales, torch.full_like(scales, MIDDLE, dtype=torch.uint8)
     zeros = stored["qzeros"]
-    zeros = awq_values(zeros) if words is Words.AWQ else gptq_zeros(zeros, less_one=words is Words.GPTQ)
+    is_gptq = words is Int4Packing.GPTQ
+    zeros = awq_values(zeros) if words is Int4Packing.AWQ else gptq_zeros(zeros, less_one=is_gptq)
     return stored["scales"].T, zeros[:num_rows]
 
 
-def _pieces(words: Words, stored: Tensors, out: Tensor, depth: int) -> Iterator[tuple[Tensor, slice, Tensor]]:
+def _pieces(
+    words: Int4Packing, stored: Tensors, out: Tensor, depth: int
+) -> Iterator[tuple[Tensor, slice, Tensor]]:
     """Some rows of `out` at a time, which they are, and their numbers uint8 `[rows, K]` on its device."""
-    packed = stored["weight_packed" if words is Words.COMPRESSED else "qweight"]
+    packed = stored["weight_packed" if words is Int4Packing.COMPRESSED else "qweight"]
     for start in range(0, len(out), PIECE_ROWS):
         rows = slice(start, min(start + PIECE_ROWS, len(out)))
-        if words is Words.AWQ:
+        if words is Int4Packing.AWQ:
             values = awq_values(packed[:, start // IN_A_WORD : cdiv(rows.stop, IN_A_WORD)].to(out.device))
-        elif words is Words.COMPRESSED:
+        elif words is Int4Packing.COMPRESSED:
             values = packed_values(packed[rows].to(out.device))
         else:
             values = gptq_values(packed[:, rows].to(out.device))
         yield out[rows], rows, values[: rows.stop - start, :depth]
 
 
-def _hold(words: Words, tensors: Tensors, **stored: Tensor) -> None:
+def _hold(words: Int4Packing, tensors: Tensors, **stored: Tensor) -> None:
     packed = tensors["values"]
     for to, _, values in _pieces(words, stored, packed, 2 * packed.shape[1]):
         to.copy_(pack_int4(values))
@@ -156,7 +159,7 @@ def _hold(words: Words, tensors: Tensors, **stored: Tensor) -> None:
     tensors["zeros"].copy_(zeros)
 
 
-def _dequantise(words: Words, out: Tensor, **stored: Tensor) -> None:
+def _dequantise(words: Int4Packing, out: Tensor, **stored: Tensor) -> None:
     depth = out.shape[1]
     scales, zeros = _scales_and_zeros(words, stored, len(out))
     scales = scales.to(out.device, out.dtype).float()  # rounded as where they are held

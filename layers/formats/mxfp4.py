@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from layers.checkpoint_slot import Filled
 from layers.formats.weight_format import Shape, Slots, Tensors, WeightFormat
-from layers.place import Filled
 from triton_ops.implementation import Impl, gpu_of
 from triton_ops.moe.mxfp4 import BYTES, GROUP, Mxfp4, scale_of, scales_of, words_of
 from triton_ops.moe.mxfp4_hopper import takes_words

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from layers.place import Filled, Place
+from layers.checkpoint_slot import CheckpointSlot, Filled
 from layers.products import Product
 from triton_ops.activations.quantised_rows import QuantisedRows
 from triton_ops.implementation import Impl, gpu_of, has_gluon, runs_triton
@@ -27,7 +27,7 @@ from triton_ops.tuning import FewRowsConfig, few_rows_config, gated_linear_confi
 
 Tensors = Mapping[str, Tensor]  # that hold a weight, by the names of its parameters
 Shape = tuple[Sequence[int], torch.dtype | None]  # of a tensor, and its dtype; None: the model's
-Slots = Iterator[tuple[str, Place]]  # a layer's tensors in a checkpoint: the last part of the name, and the place
+Slots = Iterator[tuple[str, CheckpointSlot]]  # the last part of a tensor's name, and where it goes
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from radixrt.batch.tally import Tally
 from radixrt.engine.signals import FirstSignal, Interrupt, Interrupted, first_interrupt, signal_of
 from radixrt.errors import BatchFileError, DeviceLostError, ErrorRateError, RadixrtError
 from radixrt.files.disk import temporary_folder
-from radixrt.files.place import Place, check_apart, check_target, read_place
+from radixrt.files.path_roles import PathRole, check_apart, check_target, read_role
 from radixrt.files.standard import STANDARD
 from radixrt.frontend.arguments import read_params
 from radixrt.frontend.sampling_aliases import chosen_length
@@ -142,7 +142,7 @@ class Batch:
         input_path: str | Path,
         output_path: str | Path,
         options: BatchConfig,
-        beside: Sequence[Place] = (),
+        beside: Sequence[PathRole] = (),
     ) -> None:
         _check_input(input_path)
         self._input = input_path
@@ -152,7 +152,7 @@ class Batch:
         self.report_files = ReportFiles(options.report, input_path)
         _check_output(output_path)
         own = [] if self.output is None else _output_places(self.output)
-        check_apart([*read_place("the input", input_path), *own, *self.report_files.places, *beside])
+        check_apart([*read_role("the input", input_path), *own, *self.report_files.places, *beside])
         # After a finished run only its cleaning up may be left.
         if self.output is not None and self.output.exists() and not options.overwrite and not has_run(self.output):
             raise BatchFileError(f"the output {self.output} exists; --overwrite replaces it")
@@ -480,12 +480,12 @@ def _check_output(output_path: str | Path) -> None:
         check_target("the output", Path(output_path), instead='; "-" is standard output')
 
 
-def _output_places(output: Path) -> list[Place]:
+def _output_places(output: Path) -> list[PathRole]:
     """The output and what is beside it while it is made."""
     return [
-        Place("the output", output, True),
-        Place("the folder of the run", run_path(output), True),
-        Place("the journal of the run", aside_path(output), True),
+        PathRole("the output", output, True),
+        PathRole("the folder of the run", run_path(output), True),
+        PathRole("the journal of the run", aside_path(output), True),
     ]
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from radixrt.errors import BatchFileError, ParameterError, RadixrtError
-from radixrt.files.place import Place, check_apart, check_target
+from radixrt.files.path_roles import PathRole, check_apart, check_target
 
 # What files begin with that a benchmark has written, and may replace.
 _REPORT, _PICTURE = b'{\n "environment": {', b"\x89PNG"
@@ -24,7 +24,7 @@ def check_files(json_file: Path | None, plot_file: Path | None = None) -> None:
     plot cannot be drawn.
     """
     given = (("the report", json_file, _REPORT), ("the picture", plot_file, _PICTURE))
-    places = [Place(what, file, written=True) for what, file, _ in given if file is not None]
+    places = [PathRole(what, file, written=True) for what, file, _ in given if file is not None]
     try:
         for place in places:
             check_target(place.what, place.path)

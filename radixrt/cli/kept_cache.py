@@ -15,7 +15,7 @@ from radixrt.builtin import MODEL_PATH
 from radixrt.checks import check_float, check_int
 from radixrt.cli.options import runtime_options
 from radixrt.errors import ParameterError
-from radixrt.files.place import Place, check_apart, is_same, read_place, written_place
+from radixrt.files.path_roles import PathRole, check_apart, is_same, read_role, written_role
 
 if TYPE_CHECKING:
     from radixrt.config import RuntimeConfig
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from radixrt.runtime import Runtime
 
 
-def runtime_places(arguments: argparse.Namespace) -> list[Place]:
+def runtime_places(arguments: argparse.Namespace) -> list[PathRole]:
     """The model's folder, and the files of --load-cache and --save-cache, checked one by one.
 
     Raises ParameterError or CacheFileError where one of them cannot be read or written.
@@ -38,10 +38,10 @@ def runtime_places(arguments: argparse.Namespace) -> list[Place]:
         if not os.path.isfile(load):
             raise ParameterError(f"--load-cache {load}: there is no such file; --save-cache makes one")
         if save is None or not is_same(load, save):  # a cache may be replaced by what became of it
-            places += read_place("the file of --load-cache", load)
+            places += read_role("the file of --load-cache", load)
     if save is not None:
         check_cache_target(save)
-        places += written_place("the file of --save-cache", save)
+        places += written_role("the file of --save-cache", save)
     return places
 
 
@@ -61,11 +61,11 @@ def checked_config(arguments: argparse.Namespace) -> RuntimeConfig:
     return config
 
 
-def model_place(arguments: argparse.Namespace) -> list[Place]:
+def model_place(arguments: argparse.Namespace) -> list[PathRole]:
     """The folder or file of the model; nothing if the hub has it."""
     path = os.path.expanduser(getattr(arguments, "model", MODEL_PATH))
     kind = "folder" if os.path.isdir(path) else "file"
-    return read_place(f"the model's {kind}", path) if os.path.exists(path) else []
+    return read_role(f"the model's {kind}", path) if os.path.exists(path) else []
 
 
 def check_replicas(arguments: argparse.Namespace) -> None:

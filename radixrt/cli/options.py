@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from radixrt.asked_form import FORM_ENGINES
 from radixrt.batch.formats.source import MAX_LINE
+from radixrt.form_spec import FORM_ENGINES
 from radixrt.frontend.sampling_aliases import chosen_length, sampling_params_from_dict
 from radixrt.sampling_params import LOGPROBS_MODES, SamplingParams
 

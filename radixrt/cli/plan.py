@@ -89,7 +89,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from radixrt.cli.console import Console
     from radixrt.config import RuntimeConfig
     from radixrt.files.disk import temporary_folder
-    from radixrt.files.place import check_apart, read_place
+    from radixrt.files.path_roles import check_apart, read_role
     from radixrt.files.standard import place_name
     from radixrt.files.text_file import TextFile
     from radixrt.frontend.request_builder import builder_without_weights
@@ -112,7 +112,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     page = None
     if arguments.html is not None:
         page = TextFile(arguments.html, "page")
-        check_apart([*read_place("the input", arguments.input), *model_place(arguments), *page.places])
+        check_apart([*read_role("the input", arguments.input), *model_place(arguments), *page.places])
     card = find_card(arguments.card, arguments.bandwidth, arguments.flops, arguments.memory_gb)
     given = {name: getattr(arguments, name) for name in _OF_THE_MODEL if hasattr(arguments, name)}
     sampling_params(arguments)  # before the model is read, so that a mistake shows at once

@@ -16,7 +16,7 @@ from radixrt.cli.kept_cache import model_place, runtime_places, runtime_with_cac
 from radixrt.cli.options import add_command, add_runtime_options, file_path, runtime_options
 from radixrt.engine.signals import DRAIN_SECONDS, Interrupted
 from radixrt.errors import ParameterError
-from radixrt.files.place import Place, check_apart
+from radixrt.files.path_roles import PathRole, check_apart
 from radixrt.parsers.names import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
 from radixrt.sampling_params import MAX_NEW_TOKENS
 
@@ -162,7 +162,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     name = arguments.model_name or ("built-in" if model == MODEL_PATH else str(model).rstrip("/"))
     path, kept_in, limits = arguments.admin_socket, arguments.files_dir, Limits(pending=arguments.max_pending)
     drain_seconds = min(DRAIN_SECONDS, arguments.drain_seconds)
-    kept = [] if kept_in is None else [Place("the folder of --files-dir", kept_in, True)]
+    kept = [] if kept_in is None else [PathRole("the folder of --files-dir", kept_in, True)]
     if kept:
         check_apart([*runtime_places(arguments), *kept])
     with (

@@ -82,7 +82,7 @@ def add_verify_command(commands: Any) -> None:
 
 def _verify(arguments: argparse.Namespace) -> int:
     from radixrt.cli.console import Console
-    from radixrt.files.place import check_apart, read_place
+    from radixrt.files.path_roles import check_apart, read_role
     from radixrt.files.text_file import TextFile
     from radixrt.verify.matrix import verify_questions
 
@@ -93,7 +93,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     figures = None
     if arguments.json is not None:
         figures = TextFile(arguments.json, "file of figures")
-        check_apart([*read_place("the input", arguments.input), *model_place(arguments), *figures.places])
+        check_apart([*read_role("the input", arguments.input), *model_place(arguments), *figures.places])
     sampling_params(arguments)  # before the model is read, so that a mistake shows at once
     config = checked_config(arguments)
     questions, model = _questions(arguments)

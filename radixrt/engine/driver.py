@@ -26,7 +26,7 @@ from radixrt.errors import ParameterError, RadixrtError
 from radixrt.output import RequestOutput
 from radixrt.pauses import with_pauses
 from radixrt.schedule.answer import Answer
-from radixrt.schedule.request import LateRequests, Request
+from radixrt.schedule.request import LazyRequests, Request
 
 LATE_SECONDS = 0.02  # that a step waits for late requests, while no other call has its turn
 
@@ -130,7 +130,7 @@ class Driver:
         With `in_order` they are served in this order, not in that of the policy; late ones come in either. Raises
         ParameterError if the id of one is taken, ValueError if one can never run, or is there twice.
         """
-        late = requests if isinstance(requests, LateRequests) else None
+        late = requests if isinstance(requests, LazyRequests) else None
         listed = list(requests) if late is None else late
         ids: dict[int | str, Answer | None]
         ids = dict.fromkeys(late.ids if late is not None else (request.id for request in listed))
@@ -373,7 +373,7 @@ class Driver:
         with self._entered():
             self._take_turn()
             engine = self.check_open()
-            lists = [each.requests for each in tuple(self._inbox) if isinstance(each.requests, LateRequests)]
+            lists = [each.requests for each in tuple(self._inbox) if isinstance(each.requests, LazyRequests)]
             while not all(each.is_over for each in lists):
                 self._step()
             self._submit_inbox(engine, late=False)
@@ -404,9 +404,9 @@ class Driver:
         nor the rest of a list of which some cannot be.
         """
         for each in tuple(self._inbox):
-            part, is_late = each.requests, isinstance(each.requests, LateRequests)
+            part, is_late = each.requests, isinstance(each.requests, LazyRequests)
             arrival: int | None = None
-            if isinstance(each.requests, LateRequests):
+            if isinstance(each.requests, LazyRequests):
                 if each.arrival is None:
                     each.arrival = engine.scheduler.new_arrivals(len(part))  # later ones come after all of these
                 arrival, end = each.arrival + each.done, len(part)
@@ -433,14 +433,14 @@ class Driver:
     def _wait_for_late(self) -> None:
         """Where nothing else is to be done, wait for more late requests, but not so long that others notice."""
         waiting = tuple(self._inbox)
-        lists = [(each.requests, each.done) for each in waiting if isinstance(each.requests, LateRequests)]
+        lists = [(each.requests, each.done) for each in waiting if isinstance(each.requests, LazyRequests)]
         if lists and len(lists) == len(waiting) and not self._aborts:
             requests, done = lists[0]
             requests.known(done, LATE_SECONDS)
 
     def _give_up(self, each: _Submitted) -> None:
         """Make no more of late requests, whose call was left or cannot be answered whole."""
-        assert isinstance(each.requests, LateRequests)
+        assert isinstance(each.requests, LazyRequests)
         each.requests.stop()
         if each.requests.failure is not None:
             each.call.fail(each.requests.failure)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from radixrt.errors import BatchFileError
 from radixrt.files.atomic_file import AtomicFile
-from radixrt.files.place import Place, check_target, written_place
+from radixrt.files.path_roles import PathRole, check_target, written_role
 
 
 class TextFile:
@@ -28,9 +28,9 @@ class TextFile:
         check_target(f"the {what}", path)
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[PathRole]:
         """What is written, for `check_apart`."""
-        return written_place(f"the {self._what}", self.path)
+        return written_role(f"the {self._what}", self.path)
 
     def write(self, text: str) -> None:
         """Write the text in one step, in UTF-8.

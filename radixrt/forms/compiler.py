@@ -12,9 +12,9 @@ from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from typing import Any
 
-from radixrt.asked_form import AskedForm
 from radixrt.checks import short
 from radixrt.errors import FormError
+from radixrt.form_spec import FormSpec
 from radixrt.forms.ends import Ends
 from radixrt.forms.form_process import (
     LLGUIDANCE,
@@ -67,7 +67,7 @@ class FormCompiler:
         self._kept_bytes = 0
         self._verdicts: dict[_Key, Verdict] = {}
 
-    def compile(self, asked: AskedForm, stop_ids: frozenset[int], num_answers: int = 1) -> KnownForm:
+    def compile(self, asked: FormSpec, stop_ids: frozenset[int], num_answers: int = 1) -> KnownForm:
         """The form of some answers, that these tokens end. Raises FormError."""
         with self._lock:
             engine, verdict, key = self._engine_for(asked)
@@ -77,12 +77,12 @@ class FormCompiler:
             kind = LlguidanceForm if engine == LLGUIDANCE else XgrammarForm
             return kind(made, ends, self._vocabulary.size)
 
-    def check(self, asked: AskedForm) -> None:
+    def check(self, asked: FormSpec) -> None:
         """Raise FormError if answers cannot have a form; it is not compiled to be used."""
         with self._lock:
             self._engine_for(asked)
 
-    def _engine_for(self, asked: AskedForm) -> tuple[str, Verdict, _Key]:
+    def _engine_for(self, asked: FormSpec) -> tuple[str, Verdict, _Key]:
         """The first engine that takes a form, and what its trial has found. Raises FormError."""
         reasons: list[str] = []
         for engine in _engines(asked):
@@ -119,7 +119,7 @@ class FormCompiler:
     def _xgrammar(self) -> Any:
         return xgrammar_compiler(self._tokens)
 
-    def _verdict(self, key: _Key, asked: AskedForm) -> Verdict:
+    def _verdict(self, key: _Key, asked: FormSpec) -> Verdict:
         if key not in self._verdicts:
             verdict = Verdict(_refusal_by_text(key[0], asked))
             if verdict.reason is None:
@@ -131,7 +131,7 @@ class FormCompiler:
             self._verdicts[key] = verdict
         return self._verdicts[key]
 
-    def _compiled(self, key: _Key, asked: AskedForm, size: int, num_answers: int) -> Any:
+    def _compiled(self, key: _Key, asked: FormSpec, size: int, num_answers: int) -> Any:
         """A form of `size` bytes, or as many times that as it has beginnings."""
         made, kept_size = self._kept.pop(key, (None, 0))
         self._kept_bytes -= kept_size
@@ -161,7 +161,7 @@ def form_compiler(vocabulary: Vocabulary) -> FormCompiler:
     return FormCompiler(vocabulary)
 
 
-def _engines(asked: AskedForm) -> tuple[str, ...]:
+def _engines(asked: FormSpec) -> tuple[str, ...]:
     """Which are tried, one after the other. Of other kinds xgrammar takes nothing that llguidance refuses."""
     if asked.engine != "auto":
         return (asked.engine,)
@@ -169,7 +169,7 @@ def _engines(asked: AskedForm) -> tuple[str, ...]:
     return (LLGUIDANCE, XGRAMMAR) if has_two else (LLGUIDANCE,)
 
 
-def _text_for(engine: str, asked: AskedForm) -> str:
+def _text_for(engine: str, asked: FormSpec) -> str:
     """What an engine gets."""
     if engine == LLGUIDANCE and asked.kind == "json_schema" and re.search(r"\[\^|\\[<>]", asked.text):
         return json.dumps(for_llguidance(json.loads(asked.text)))
@@ -178,7 +178,7 @@ def _text_for(engine: str, asked: AskedForm) -> str:
     return asked.text
 
 
-def _refusal_by_text(engine: str, asked: AskedForm) -> str | None:
+def _refusal_by_text(engine: str, asked: FormSpec) -> str | None:
     """Why a form must not go to an engine, which would leave out some of it; or None."""
     if asked.kind == "json_schema":
         schema = json.loads(asked.text)

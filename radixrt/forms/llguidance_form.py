@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from radixrt.arrays import Int32Array
+from radixrt.cpu_count import usable_cpus
 from radixrt.forms.ends import Ends
 from radixrt.forms.form_process import LLGUIDANCE, llguidance_matcher, llguidance_reason
 from radixrt.forms.matcher import WORD_BITS, push_one
-from radixrt.processors import usable_processors
 
 _MAX_THREADS = 32
 ANSWERS_EACH = 8  # of a form's answers for each `Beginnings.made`
@@ -185,7 +185,7 @@ def compiled(tokens: Any, kind: str, text: str, drops_blank: bool) -> Beginnings
 
 
 def _num_threads() -> int:
-    return min(_MAX_THREADS, usable_processors())
+    return min(_MAX_THREADS, usable_cpus())
 
 
 @cache

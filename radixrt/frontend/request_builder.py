@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from radixrt.asked_form import AskedForm
 from radixrt.cache.radix_tree import Namespace
 from radixrt.checks import check_int
 from radixrt.errors import ContextLengthError, FormError, ParameterError, PromptError, TokenizerError
+from radixrt.form_spec import FormSpec
 from radixrt.forms.compiler import FormCompiler, form_compiler
 from radixrt.forms.matcher import Form
 from radixrt.forms.vocabulary import Vocabulary
@@ -361,7 +361,7 @@ class RequestBuilder:
     def _special_texts(self) -> Mapping[int, str]:
         return {} if self.tokenizer is None else special_texts(self.tokenizer)
 
-    def form_refusal(self, asked: AskedForm) -> str | None:
+    def form_refusal(self, asked: FormSpec) -> str | None:
         """Why answers cannot have a form, or None."""
         try:
             self._compiler(asked).check(asked)
@@ -376,7 +376,7 @@ class RequestBuilder:
             return None
         return self._compiler(asked).compile(asked, stop_ids, params.n)
 
-    def _compiler(self, asked: AskedForm) -> FormCompiler:
+    def _compiler(self, asked: FormSpec) -> FormCompiler:
         with self._forms_lock:
             if self._forms is None:
                 if self.tokenizer is None:

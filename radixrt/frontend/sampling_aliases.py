@@ -9,8 +9,8 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-from radixrt.asked_form import FORM_FIELDS, NESTED
 from radixrt.errors import ParameterError
+from radixrt.form_spec import FORM_FIELDS, NESTED
 from radixrt.sampling_params import MAX_NEW_TOKENS, SPELLINGS, SamplingParams, by_field
 
 _NOTHING = SamplingParams()

@@ -42,7 +42,7 @@ from radixrt.cache.snapshot import TreeSnapshot
 from radixrt.checks import short
 from radixrt.errors import BatchFileError, CacheFileError
 from radixrt.files.atomic_file import AtomicFile
-from radixrt.files.place import refusal_of_target
+from radixrt.files.path_roles import refusal_of_target
 
 VERSION, WITH_STATES = "1", "2"
 PIECE_BYTES = 64 * 2**20  # of rows, unless one alone has more; part of the format

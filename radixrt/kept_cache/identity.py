@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layers.place import unpacked
+from layers.checkpoint_slot import unpacked
 from layers.placement import Placement
 from layers.rotary import RopeParameters
 from layers.weight import Stack

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from layers.place import Place
+from layers.checkpoint_slot import CheckpointSlot
 from layers.placement import Placement
 from radixrt.errors import ModelError
 from radixrt.models.config import ModelConfig
@@ -179,7 +179,7 @@ class Checkpoint:
                     place.copy_(own if isinstance(place, Tensor) else own.cpu())
 
 
-def _check_dtype(tensor: StoredTensor, name: str, place: Place) -> None:
+def _check_dtype(tensor: StoredTensor, name: str, place: CheckpointSlot) -> None:
     """Raise ModelError unless the place takes the stored dtype."""
     told = f"tensor {name} in {tensor.where} is stored as {tensor.dtype}"
     if (asked := _STORED_AS.get(place.dtype)) is not None:

@@ -16,14 +16,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from layers.checkpoint_slot import CheckpointSlot
 from layers.input_metadata import InputMetadata
 from layers.linear import StackedLinear, SummedLinear
 from layers.moe import EXPERT_NAMES, SparseMoE
 from layers.norm import Hidden, JointRMSNorm, RMSNorm
-from layers.place import Place
 from layers.placement import Placement
 from layers.radix_attention import RadixAttention
-from layers.ranks import Addend, whole
+from layers.ranks import PartialSum, whole
 from layers.recurrent import RecurrentLayer
 from layers.sublayer import Sublayer
 from layers.vocabulary import Embedding, LogitsHead
@@ -125,7 +125,7 @@ class Attention(Sublayer):
     def ends(self) -> tuple[Weight, SummedLinear]:
         return self.qkv.weight, self.output
 
-    def forward(self, x: Hidden, metadata: InputMetadata) -> Addend:
+    def forward(self, x: Hidden, metadata: InputMetadata) -> PartialSum:
         """`x [T, hidden_size]` to the same shape, or to parts: see `Linear`. Writes the tokens' KV."""
         q, k, v, *gates = self.qkv(x, metadata).unflatten(1, (-1, self.head_dim)).split(self.num_heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None and not self.norms_each_head:
@@ -134,10 +134,10 @@ class Attention(Sublayer):
         attended = self.attention(q, k, v, metadata)
         for gate in gates:
             attended.mul_(sigmoid(gate, deterministic=self.deterministic))
-        out: Addend = self.output(attended.flatten(1), metadata)
+        out: PartialSum = self.output(attended.flatten(1), metadata)
         return out
 
-    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         yield from self.qkv.checkpoint_tensors(name)
         yield from self.output.checkpoint_tensors(f"{name}.o_proj")
         if self.q_norm is not None and self.k_norm is not None:
@@ -183,7 +183,7 @@ class FeedForward(Sublayer):
     def ends(self) -> tuple[Weight, SummedLinear]:
         return self.gate_up.weight, self.down
 
-    def forward(self, x: Hidden, metadata: InputMetadata) -> Addend:
+    def forward(self, x: Hidden, metadata: InputMetadata) -> PartialSum:
         """`x [T, hidden_size]` to the same shape, or to parts: see `Linear`."""
         gated: Hidden | None = self.gate_up.weight.silu_gated(x) if self.fuses else None
         if gated is None:
@@ -192,10 +192,10 @@ class FeedForward(Sublayer):
                 gated = quantised_silu_and_mul(product, groups=groups, impl=self.impl)
             else:
                 gated = self.activation(product)
-        out: Addend = self.down(gated, metadata)
+        out: PartialSum = self.down(gated, metadata)
         return out
 
-    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         yield from self.gate_up.checkpoint_tensors(name)
         yield from self.down.checkpoint_tensors(f"{name}.{self.down_name}")
 
@@ -222,15 +222,15 @@ class MixerBlock(nn.Module):
             attention.join(before=attention_norm, after=attention_norm)
 
     def forward(
-        self, hidden: Addend, residual: Tensor | None, metadata: InputMetadata
-    ) -> tuple[Addend, Tensor | None]:
+        self, hidden: PartialSum, residual: Tensor | None, metadata: InputMetadata
+    ) -> tuple[PartialSum, Tensor | None]:
         """The layer's input is `hidden + residual`, or `hidden` alone before the first; so is its output. Beside a
         residual, `hidden` may be parts: only the `add` of a norm reads it.
         """
         normed, residual = self.attention_norm.add(hidden, residual)
         return self.attention(normed, metadata), residual
 
-    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         for part, stored in self.checkpoint_names.items():
             yield from getattr(self, part).checkpoint_tensors(f"{name}.{stored}")
 
@@ -264,8 +264,8 @@ class Block(MixerBlock):
             feed_forward.join(before=feed_forward_norm, after=feed_forward_norm)
 
     def forward(
-        self, hidden: Addend, residual: Tensor | None, metadata: InputMetadata
-    ) -> tuple[Addend, Tensor | None]:
+        self, hidden: PartialSum, residual: Tensor | None, metadata: InputMetadata
+    ) -> tuple[PartialSum, Tensor | None]:
         attended, residual = super().forward(hidden, residual, metadata)
         normed, residual = self.feed_forward_norm.add(attended, residual)
         return self.feed_forward(normed, metadata), residual
@@ -391,7 +391,7 @@ class Decoder(nn.Module):
         Returns the hidden states after the last norm, or those to be handed on, of the same kind. With
         `num_blocks` only the first blocks run, to warm up their kernels: the result means nothing then.
         """
-        hidden: Addend = self.embedding(input_ids, metadata) if handed is None else handed
+        hidden: PartialSum = self.embedding(input_ids, metadata) if handed is None else handed
         residual: Tensor | None = None
         for block in islice(self.blocks, num_blocks):
             hidden, residual = block(hidden, residual, metadata)
@@ -401,7 +401,7 @@ class Decoder(nn.Module):
         assert isinstance(normed, Tensor)  # it has no `reader`
         return normed
 
-    def handed_on(self, hidden: Addend, residual: Tensor | None) -> Tensor:
+    def handed_on(self, hidden: PartialSum, residual: Tensor | None) -> Tensor:
         """The output of the stage's last layer, `[T, hidden_size]`."""
         hidden = whole(hidden)
         if residual is None:
@@ -417,7 +417,7 @@ class Decoder(nn.Module):
         logits: Tensor = self.head(hidden, logits_indices, out=out)
         return logits
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, Place]]:
+    def checkpoint_tensors(self) -> Iterator[tuple[str, CheckpointSlot]]:
         """Yield each tensor that a checkpoint stores: its name, and its place, such as a view of a parameter."""
         is_tied = self.config.tie_word_embeddings
         if self.stage.is_first or (self.stage.is_last and is_tied):

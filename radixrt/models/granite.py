@@ -9,7 +9,7 @@ from torch import Tensor
 
 from layers.input_metadata import InputMetadata
 from layers.placement import Placement
-from layers.ranks import Addend
+from layers.ranks import PartialSum
 from layers.vocabulary import Embedding, LogitsHead
 from radixrt.models.config import ModelConfig
 from radixrt.models.decoder import Attention, Block, Decoder
@@ -44,7 +44,7 @@ class GraniteBlock(Block):
         self.factor = factor
 
     def forward(
-        self, hidden: Addend, residual: Tensor | None, metadata: InputMetadata
+        self, hidden: PartialSum, residual: Tensor | None, metadata: InputMetadata
     ) -> tuple[Tensor, Tensor]:
         normed, residual = self.attention_norm.add(hidden, residual)
         attended = self.attention(normed, metadata) * self.factor

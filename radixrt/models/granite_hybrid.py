@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from layers.checkpoint_slot import CheckpointSlot
 from layers.mamba2 import Mamba2
 from layers.moe import EXPERT_NAMES, SharedMoE, SparseMoE
-from layers.place import Place
 from layers.placement import Placement
 from layers.ranks import ALONE
 from radixrt.errors import ModelError
@@ -86,7 +86,7 @@ class Granite4Config(Mamba2Config, MixtureConfig, GraniteConfig):
 class Granite4Block(GraniteBlock):
     """Its parts have the names of their kinds."""
 
-    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         mixture = self.feed_forward if isinstance(self.feed_forward, SharedMoE) else None
         names = {**Block.checkpoint_names, "feed_forward": "block_sparse_moe" if mixture else "shared_mlp"}
         if isinstance(self.attention, Mamba2):

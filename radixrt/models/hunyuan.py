@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from layers.place import Place
+from layers.checkpoint_slot import CheckpointSlot
 from radixrt.errors import ModelError
 from radixrt.models.config import AttentionKind, ModelConfig, head_dim_of, read_attention
 from radixrt.models.decoder import Attention, Decoder
@@ -35,7 +35,7 @@ class HunYuanConfig(ModelConfig):
 class HunYuanAttention(Attention):
     """Its names."""
 
-    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         names = {f"{name}.{own}_norm.weight": f"{name}.{long}_layernorm.weight" for own, long in _NORMS}
         for stored, tensor in super().checkpoint_tensors(name):
             yield names.get(stored, stored), tensor

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from layers.checkpoint_slot import CheckpointSlot
 from layers.moe import SparseMoE
-from layers.place import Place
 from layers.short_conv import ShortConv
 from layers.sigmoid_router import SigmoidRouter
 from memory_pool.layout import Part
@@ -75,7 +75,7 @@ def _intermediate_size(source: Any) -> int:
 class Lfm2Attention(Attention):
     """Its names."""
 
-    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         yield from self.qkv.checkpoint_tensors(name)
         yield from self.output.checkpoint_tensors(f"{name}.out_proj")
         assert self.q_norm is not None
@@ -131,7 +131,7 @@ class Lfm2(Decoder):
     def build_feed_forward(self, layer_id: int) -> FeedForward | SparseMoE:
         return FeedForward(self.config, names=NUMBERED_NAMES, placement=self.placement)
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, Place]]:
+    def checkpoint_tensors(self) -> Iterator[tuple[str, CheckpointSlot]]:
         for name, place in super().checkpoint_tensors():
             yield name.replace("model.norm.", "model.embedding_norm."), place
 
@@ -163,7 +163,7 @@ class Lfm2MoeConfig(Lfm2Config, MixtureConfig):
 class Lfm2Mixture(SparseMoE):
     """Its name of a correction."""
 
-    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         for stored, place in super().checkpoint_tensors(name):
             yield stored.replace(".gate.e_score_correction_bias", ".expert_bias"), place
 

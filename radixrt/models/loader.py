@@ -13,11 +13,11 @@ import psutil
 import torch
 from torch import Tensor
 
+from layers.checkpoint_slot import LeftPlain, unpacked
 from layers.formats.e4m3 import FP8
 from layers.formats.weight_format import PLAIN, WeightFormat
 from layers.moe import SparseMoE
 from layers.norm import RMSNorm
-from layers.place import LeftPlain, unpacked
 from layers.placement import Placement
 from layers.ranks import ALONE, Ranks
 from layers.stages import WHOLE, Stage

@@ -14,7 +14,7 @@ from layers.mamba2 import Mamba2
 from layers.moe import SharedMoE
 from layers.placement import Placement
 from layers.ranks import ALONE
-from layers.squared_relu import SquaredReLU
+from layers.relu2_mlp import Relu2MLP
 from radixrt.errors import ModelError
 from radixrt.models.config import RECURRENT, AttentionKind, check_sizes
 from radixrt.models.decoder import Block, Decoder, MixerBlock
@@ -153,10 +153,10 @@ class NemotronH(Decoder):
             feed_forward=self._mixture() if kinds[1] == "moe" else self._feed_forward(self.placement),
         )
 
-    def _feed_forward(self, placement: Placement, size: int | None = None) -> SquaredReLU:
+    def _feed_forward(self, placement: Placement, size: int | None = None) -> Relu2MLP:
         config = self.config
         size = config.intermediate_size if size is None else size
-        return SquaredReLU(config.hidden_size, size, bias=config.mlp_bias, placement=placement)
+        return Relu2MLP(config.hidden_size, size, bias=config.mlp_bias, placement=placement)
 
     def _mixture(self) -> SharedMoE:
         config, placement = self.config, self.placement

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from layers.input_metadata import InputMetadata
 from layers.norm import JointRMSNorm, RMSNorm
-from layers.ranks import Addend, whole
+from layers.ranks import PartialSum, whole
 from radixrt.models.decoder import Attention, Block, Decoder
 
 
@@ -26,7 +26,7 @@ class Olmo2Block(Block):
     )
 
     def forward(
-        self, hidden: Addend, residual: Tensor | None, metadata: InputMetadata
+        self, hidden: PartialSum, residual: Tensor | None, metadata: InputMetadata
     ) -> tuple[Tensor, None]:
         hidden = whole(hidden)
         hidden = self.attention_norm.onto(self.attention(hidden, metadata), hidden)

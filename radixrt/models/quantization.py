@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from layers.formats.e4m3 import E4M3Format, Scales
-from layers.formats.int4 import Int4Format, Words
+from layers.formats.int4 import Int4Format, Int4Packing
 from layers.formats.weight_format import PLAIN, WeightFormat
 from radixrt.errors import ModelError
 from radixrt.models.multimodal import text_name
@@ -60,7 +60,7 @@ def _read_awq(given: Mapping[str, Any]) -> WeightFormat:
     for name in ("version", *_FORMATS):
         if str(given.get(name) or "gemm").lower() != "gemm":
             raise _refusal(f"has the {name} {given[name]!r}; 'gemm' is supported")
-    return Int4Format(Words.AWQ, ignored=_names(given, "modules_to_not_convert"))
+    return Int4Format(Int4Packing.AWQ, ignored=_names(given, "modules_to_not_convert"))
 
 
 def _read_gptq(given: Mapping[str, Any]) -> WeightFormat:
@@ -80,7 +80,7 @@ def _read_gptq(given: Mapping[str, Any]) -> WeightFormat:
     for own in ("lm_head", "dynamic", "modules_in_block_to_quantize"):
         if given.get(own):
             raise _refusal(f"has {own} {given[own]!r}; all linear layers but the output head are to be alike")
-    return Int4Format(Words(form), ignored=_names(given, "modules_to_not_convert"))
+    return Int4Format(Int4Packing(form), ignored=_names(given, "modules_to_not_convert"))
 
 
 def _check_four_bits(given: Mapping[str, Any]) -> None:
@@ -127,7 +127,7 @@ def _read_packed(given: Mapping[str, Any], group: Mapping[str, Any]) -> WeightFo
     if group.get("input_activations") is not None:
         raise _refusal(f"has input_activations of {group['input_activations']!r}; none are supported with 4 bits")
     _check_dense(given)
-    return Int4Format(Words.COMPRESSED, ignored=_names(given, "ignore"))
+    return Int4Format(Int4Packing.COMPRESSED, ignored=_names(given, "ignore"))
 
 
 def _check_dense(given: Mapping[str, Any]) -> None:

@@ -11,15 +11,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from layers.checkpoint_slot import CheckpointSlot
 from layers.formats.e4m3 import E4M3Format
-from layers.formats.int4 import Int4Format, Words
+from layers.formats.int4 import Int4Format, Int4Packing
 from layers.formats.weight_format import WeightFormat
 from layers.gated_delta_net import DeltaSizes, GatedDeltaNet
 from layers.input_metadata import InputMetadata
 from layers.linear import Linear
 from layers.moe import EXPERT_NAMES, SharedMoE, SparseMoE
 from layers.norm import RMSNorm
-from layers.place import Place
 from layers.ranks import ALONE
 from memory_pool.layout import Part
 from memory_pool.state_pool import state_parts
@@ -81,7 +81,7 @@ class HybridConfig(ModelConfig):
         found = super().read_quantization(given)
         if not isinstance(found, E4M3Format | Int4Format):
             return found
-        if isinstance(found, Int4Format) and found.words is not Words.COMPRESSED:
+        if isinstance(found, Int4Format) and found.words is not Int4Packing.COMPRESSED:
             raise ModelError(
                 "the quantization_config of config.json packs numbers of 4 bits along outputs, which are put in "
                 "another order here; take a checkpoint in FP8, of compressed-tensors, or one that is not quantised"
@@ -240,7 +240,7 @@ class GatedSharedMoE(SharedMoE):
         share = sigmoid(self.shared_gate(x, metadata), deterministic=self.deterministic)
         return super().of_shared(x, metadata) * share
 
-    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, Place]]:
+    def checkpoint_tensors(self, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         yield from super().checkpoint_tensors(name)
         yield from self.shared_gate.checkpoint_tensors(f"{name}.shared_expert_gate")
 

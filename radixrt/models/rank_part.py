@@ -9,12 +9,12 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from layers.place import Packed, Place
+from layers.checkpoint_slot import CheckpointSlot, Packed
 from layers.ranks import Ranks
 from radixrt.errors import ModelError
 
 
-def rank_part(name: str, stored: Tensor, whole: Place, own: Place, ranks: Ranks) -> Tensor:
+def rank_part(name: str, stored: Tensor, whole: CheckpointSlot, own: CheckpointSlot, ranks: Ranks) -> Tensor:
     """The part of the tensor `name` that a rank takes. `whole` is its place in the whole model, `own` the rank's.
 
     Where one dimension is f times as long in `whole`, it is one of f equal pieces, in the order of ranks: a view,
@@ -40,7 +40,7 @@ def rank_part(name: str, stored: Tensor, whole: Place, own: Place, ranks: Ranks)
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
-def _lengths(place: Place, dim: int) -> list[Fraction]:
+def _lengths(place: CheckpointSlot, dim: int) -> list[Fraction]:
     """Of a place's parts in that dimension, whose elements may be words or blocks of several outputs."""
     sizes = place.sizes if isinstance(place, Packed) else (1,)
     return [Fraction(size * place.shape[dim], sum(sizes)) for size in sizes]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from layers.norm import RMSNorm
 from layers.placement import Placement
-from layers.ranks import Addend, whole
+from layers.ranks import PartialSum, whole
 from radixrt.models.config import ModelConfig
 from radixrt.models.decoder import Block, Decoder
 
@@ -70,7 +70,7 @@ class SandwichDecoder(Decoder):
             after_feed_forward_norm=self.build_norm(size),
         )
 
-    def handed_on(self, hidden: Addend, residual: Tensor | None) -> Tensor:
+    def handed_on(self, hidden: PartialSum, residual: Tensor | None) -> Tensor:
         assert residual is not None
         return self._exit_norm().onto(whole(hidden), residual)
 

@@ -8,8 +8,8 @@ from itertools import takewhile
 from typing import Any
 
 from radixrt.errors import ParameterError, TokenizerError
+from radixrt.parsers.answer_parser import AnswerParser
 from radixrt.parsers.names import AUTO, HARMONY, NONE, REASONING_PARSERS, THINK, TOOL_PARSERS
-from radixrt.parsers.reader import AnswerReader
 from radixrt.parsers.source import Kind, Tools
 from radixrt.text.tokenizer import Tokenizer
 
@@ -85,7 +85,7 @@ def _tools_of(tokenizer: Tokenizer | None) -> str:
 
 
 def _reads(name: str, answer: str) -> bool:
-    reader = AnswerReader(name, HARMONY if name == HARMONY else None, Tools({"probe": _SCHEMA}))
+    reader = AnswerParser(name, HARMONY if name == HARMONY else None, Tools({"probe": _SCHEMA}))
     parts = [*reader.push(answer), *reader.finish(is_cut=False)]
     names = [part.text for part in parts if part.kind is Kind.NAME]
     arguments = "".join(part.text for part in parts if part.kind is Kind.ARGUMENTS)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from radixrt.asked_form import AskedForm, schema_text
 from radixrt.errors import ParameterError
+from radixrt.form_spec import FormSpec, schema_text
 from radixrt.forms.form_process import GUIDED
 from radixrt.forms.schema_keywords import for_llguidance, llguidance_refusal, moved
 from radixrt.parsers.argument_types import is_plain_text
@@ -74,7 +74,7 @@ def forced_grammar(syntax: Syntax, parameters: Mapping[str, Mapping[str, Any]], 
 def call_or_form_grammar(
     syntax: Syntax,
     parameters: Mapping[str, Mapping[str, Any]],
-    form: AskedForm,
+    form: FormSpec,
     *,
     several: bool,
     can_be: Callable[[str], bool],
@@ -104,7 +104,7 @@ def call_or_form_grammar(
     return grammar if can_be(grammar) else _answer(syntax, free, form, several=several)
 
 
-def _answer(syntax: Syntax, calls: Sequence[str], form: AskedForm | None, *, several: bool) -> str:
+def _answer(syntax: Syntax, calls: Sequence[str], form: FormSpec | None, *, several: bool) -> str:
     """The grammar of thoughts, and calls or a form after them; each call is the rules of `call0`, `call1` ..."""
     rules, before = "", ""
     if syntax.reasoning == HARMONY:
@@ -131,7 +131,7 @@ def _answer(syntax: Syntax, calls: Sequence[str], form: AskedForm | None, *, sev
     return f"start: {before}({' | '.join(ways)})\n{rules}"
 
 
-def _form(form: AskedForm) -> str:
+def _form(form: FormSpec) -> str:
     """The rules of a form. Raises ParameterError."""
     if form.kind == "json_schema":
         return f"form: {_value('the json_schema', json.loads(form.text))}\n"

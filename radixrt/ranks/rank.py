@@ -26,6 +26,7 @@ from memory_pool.req_to_token_pool import ReqToTokenPool
 from memory_pool.token_to_kv_pool import TokenToKVPool
 from radixrt.builtin import MODEL_PATH
 from radixrt.config import RuntimeConfig
+from radixrt.cpu_count import usable_cpus
 from radixrt.errors import ParameterError
 from radixrt.execution.device import check_kernels, choose_device
 from radixrt.execution.kv_scales import calibrated_scales
@@ -46,7 +47,6 @@ from radixrt.models.config import GENERATION_DEFAULTS, ModelConfig, generation_d
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import check_dtype, load_model, model_folder, reload_weights, whole_of
 from radixrt.models.weight_files import WeightSource
-from radixrt.processors import usable_processors
 from radixrt.ranks.group import ALONE, RankGroup
 from radixrt.ranks.messages import RankIdentity
 from radixrt.sampling_params import SamplingParams
@@ -165,7 +165,7 @@ def assemble_rank(
     device, runs_kernels, captures = check_config(config)
     impl, on_gpu = config.impl, device.type == "cuda"
     if not on_gpu or config.threads is not None:
-        torch.set_num_threads(config.threads or min(torch.get_num_threads(), usable_processors()))
+        torch.set_num_threads(config.threads or min(torch.get_num_threads(), usable_cpus()))
     tree = config.attention == "tree"
     share, wanted = config.share_of_memory(on_gpu=on_gpu), config.max_total_tokens
     if not on_gpu:

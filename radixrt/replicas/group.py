@@ -34,7 +34,6 @@ from radixrt.errors import DeviceLostError, ParameterError, PassError, RadixrtEr
 from radixrt.frontend.arguments import Call, OnError, Params, Prompt, listed_prompts
 from radixrt.frontend.request_builder import builder_without_weights
 from radixrt.limits import HANG_SECONDS, RunLimits
-from radixrt.listed import listed_requests, store_of
 from radixrt.output import RequestOutput
 from radixrt.planning.batch_plan import BatchPlan, plan_batch
 from radixrt.planning.cards import CARDS, shape_of
@@ -42,6 +41,7 @@ from radixrt.planning.shards import Pieces, pieces_of, shards
 from radixrt.replicas.links import Links, Processes, placements
 from radixrt.replicas.replica import Replica, ReplicaFigures
 from radixrt.replicas.weights import GroupWeights
+from radixrt.request_list import request_list, store_of
 from radixrt.schedule.activity import Activity
 from radixrt.schedule.request import Request
 
@@ -174,7 +174,7 @@ class ReplicaGroup:
         on_error: OnError,
         progress: bool,
     ) -> Iterator[RequestOutput]:
-        outputs, requests = listed_requests(
+        outputs, requests = request_list(
             self._builder, prompts, sampling_params, Call(next(self._calls), on_error=on_error)
         )
         work: _Work | None = None

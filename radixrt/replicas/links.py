@@ -117,9 +117,9 @@ def placements(config: RuntimeConfig, num_replicas: int | None) -> list[Placemen
 
 
 def _on_processors(config: RuntimeConfig, num_replicas: int) -> list[Placement]:
-    from radixrt.processors import usable_processors
+    from radixrt.cpu_count import usable_cpus
 
-    threads = config.threads or max(1, usable_processors() // num_replicas)
+    threads = config.threads or max(1, usable_cpus() // num_replicas)
     fraction = config.share_of_memory(on_gpu=False) / num_replicas
     own = _with(config, device=config.device or "cpu", threads=threads, memory_fraction=fraction)
     return [Placement(own)] * num_replicas

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from radixrt.errors import BatchFileError
-from radixrt.files.place import Place
+from radixrt.files.path_roles import PathRole
 from radixrt.files.standard import place_name
 from radixrt.files.text_file import TextFile
 from radixrt.planning.batch_plan import BatchPlan
@@ -51,7 +51,7 @@ class ReportFiles:
         self._title = place_name(input_path, "input")
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[PathRole]:
         """What is written, for `check_apart`."""
         return [place for file in self._files for place in file.places]
 

@@ -49,7 +49,7 @@ class Request:
         put(self, "may_stop", bool(self.stop_ids) or self.make_text is not None or self.form is not None)
 
 
-class LateRequests(Sequence[Request]):
+class LazyRequests(Sequence[Request]):
     """Requests that are known to be sound, each made whenever it is wanted.
 
     Attributes:

@@ -14,13 +14,13 @@ from starlette.responses import Response
 
 from radixrt.checks import check_kind
 from radixrt.errors import BatchFileError, CacheFileError, ParameterError, RadixrtError
-from radixrt.files.place import Place, check_apart, written_place
+from radixrt.files.path_roles import PathRole, check_apart, written_role
 from radixrt.frontend.openai import as_json
 from radixrt.kept_cache.cache_file import check_cache_target
 from radixrt.runtime import Runtime
-from radixrt.server.asked import check_known
 from radixrt.server.body import object_in, read_body
 from radixrt.server.limits import Limits
+from radixrt.server.openai_request import check_known
 from radixrt.server.refusal import Refusal, refusal_of
 from radixrt.server.responses import JsonResponse, failed, refused
 from radixrt.server.route import route_of
@@ -31,7 +31,7 @@ Action = Callable[[dict[str, Any]], dict[str, object]]
 class Admin:
     """Flushes and saves the cache of a Runtime, one after the other, in a thread of its own."""
 
-    def __init__(self, runtime: Runtime, places: Iterable[Place] = ()) -> None:
+    def __init__(self, runtime: Runtime, places: Iterable[PathRole] = ()) -> None:
         """`places` are the server's own, which nothing is saved over."""
         self._runtime, self._places = runtime, [*places]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="radixrt-admin")
@@ -70,7 +70,7 @@ class Admin:
         if "\0" in name or not name.isprintable():
             raise ParameterError(f"path is {as_json(name)}, which names no file")
         path = Path(name).absolute()
-        check_apart([*self._places, *written_place("the cache file", path)])
+        check_apart([*self._places, *written_role("the cache file", path)])
         check_cache_target(path)  # before what runs is waited for
         return {"saved_tokens": self._runtime.save_cache(path), "path": str(path)}
 

@@ -23,8 +23,8 @@ from radixrt.frontend.tool_calls import Deltas, message_of
 from radixrt.output import RequestOutput, StreamChunk, TokenLogprob, Usage
 from radixrt.runtime import Runtime
 from radixrt.server.answer_events import DONE, AnswerEvents, Frames, OnEnd
-from radixrt.server.asked import Asked
 from radixrt.server.event_frame import EventFrame, event_bytes
+from radixrt.server.openai_request import OpenAIRequest
 from radixrt.text.chat import Chat
 from radixrt.text.token_spelling import TokenSpelling
 
@@ -36,14 +36,14 @@ class Answering:
         self._runtime = runtime
         self._spelling = TokenSpelling(runtime.tokenizer)
 
-    async def outputs(self, asked: Asked, tenant: str | None) -> list[RequestOutput]:
+    async def outputs(self, asked: OpenAIRequest, tenant: str | None) -> list[RequestOutput]:
         """All answers to each prompt, which end within a pass if this is cancelled.
 
         Raises RadixrtError, also where none is whole.
         """
         return whole_outputs(await self._runtime.async_generate(list(asked.prompts), asked.params, tenant=tenant))
 
-    def body(self, asked: Asked, outputs: list[RequestOutput]) -> tuple[str, dict[str, object]]:
+    def body(self, asked: OpenAIRequest, outputs: list[RequestOutput]) -> tuple[str, dict[str, object]]:
         """The id of a whole answer, and the answer."""
         reading = asked.reading
         body = answer_body(
@@ -64,7 +64,7 @@ class Answering:
             return self._runtime.tokenizer.decode(prompt, skip_special_tokens=False)
         return prompt if isinstance(prompt, str) else ""
 
-    def events(self, asked: Asked, on_end: OnEnd) -> AnswerEvents:
+    def events(self, asked: OpenAIRequest, on_end: OnEnd) -> AnswerEvents:
         """The events of the answers to all prompts, numbered as in a body."""
         return _Events(asked, self._spelling, on_end)
 
@@ -79,7 +79,7 @@ def whole_outputs(outputs: RequestOutput | list[RequestOutput]) -> list[RequestO
 
 
 class _Events(AnswerEvents):
-    def __init__(self, asked: Asked, spelling: TokenSpelling, on_end: OnEnd) -> None:
+    def __init__(self, asked: OpenAIRequest, spelling: TokenSpelling, on_end: OnEnd) -> None:
         super().__init__(len(asked.prompts), on_end)
         self._asked = asked
         self._head: Any = {"id_digest": uuid.uuid4().hex, "model": asked.model, "created": int(time.time())}
@@ -110,7 +110,7 @@ class _Events(AnswerEvents):
 class _Streamed:
     """One answer as it is streamed: its text as it comes, or taken apart."""
 
-    def __init__(self, asked: Asked, index: int, head: dict[str, Any], spelling: TokenSpelling) -> None:
+    def __init__(self, asked: OpenAIRequest, index: int, head: dict[str, Any], spelling: TokenSpelling) -> None:
         self._url, self._index, self._head, self._spelling = asked.url, index, head, spelling
         self._counts: tuple[int, int] | None = (0, 0) if asked.wants_running_usage else None
         self._offset = 0  # characters of tokens whose log-probabilities were told

@@ -28,7 +28,6 @@ from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
 from radixrt.server.answer_events import AnswerEvents, OnEnd
 from radixrt.server.answering import Answering
-from radixrt.server.asked import Asked, check_known, is_read_soon, read_asked
 from radixrt.server.batches.endpoints import BATCHES
 from radixrt.server.batches.service import Batches
 from radixrt.server.body import gone, object_in, read_body
@@ -39,6 +38,7 @@ from radixrt.server.files.endpoints import FILES, Endpoint, Route
 from radixrt.server.hosts import KnownHosts
 from radixrt.server.limits import Limits
 from radixrt.server.metrics import CONTENT_TYPE, Metrics
+from radixrt.server.openai_request import OpenAIRequest, check_known, is_read_soon, read_request
 from radixrt.server.page import page
 from radixrt.server.pending import Pending
 from radixrt.server.recent import Recent
@@ -197,9 +197,9 @@ class Server:
     async def _completions(self, request: Request, tenant: str | None) -> Response:
         return await self._answer(self._answering, self._reader(COMPLETIONS), request, tenant)
 
-    def _reader(self, url: str) -> Callable[..., Asked]:
+    def _reader(self, url: str) -> Callable[..., OpenAIRequest]:
         return partial(
-            read_asked,
+            read_request,
             url,
             parsers=self._parsers,
             tokenizer=self.runtime.tokenizer,

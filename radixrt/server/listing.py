@@ -11,7 +11,7 @@ from radixrt.checks import short
 from radixrt.errors import ParameterError
 
 
-class Listed(Protocol):
+class TokenRequests(Protocol):
     """What has a place in a list, by its id, and is shown there."""
 
     @property
@@ -21,7 +21,7 @@ class Listed(Protocol):
 
 
 def listed(
-    items: Iterable[Listed], given: Mapping[str, str], known: tuple[str, ...], *, limit: int, most: int
+    items: Iterable[TokenRequests], given: Mapping[str, str], known: tuple[str, ...], *, limit: int, most: int
 ) -> dict[str, Any]:
     """The page of a list that is asked for by the parameters of a URL, of those that are `known`.
 

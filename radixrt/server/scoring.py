@@ -13,8 +13,8 @@ from radixrt.checks import check_kind, check_prompt
 from radixrt.errors import PromptError
 from radixrt.frontend.openai import usage_fields
 from radixrt.output import ScoreOutput, Usage
-from radixrt.server.asked import check_known, check_size, flag_of, model_of
 from radixrt.server.limits import Limits
+from radixrt.server.openai_request import check_known, check_size, flag_of, model_of
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from radixrt.runtime import Runtime
 from radixrt.sampling_params import MAX_LOGPROBS, SamplingParams
 from radixrt.server.answer_events import DONE, AnswerEvents, OnEnd
 from radixrt.server.answering import whole_outputs
-from radixrt.server.asked import check_known, check_size, flag_of
 from radixrt.server.event_frame import event_bytes
 from radixrt.server.limits import Limits
+from radixrt.server.openai_request import check_known, check_size, flag_of
 
 GENERATE = "/generate"
 

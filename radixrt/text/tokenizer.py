@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixrt.arrays import Int32Array
+from radixrt.cpu_count import usable_cpus
 from radixrt.errors import TokenizerError
 from radixrt.files.model_files import unusable_file
-from radixrt.processors import usable_processors
 from radixrt.text.added_token import AddedToken
 from radixrt.text.chat import Chat, Message, check_unicode, checked_kwargs
 from radixrt.text.chat_template import ChatTemplate
@@ -114,7 +114,7 @@ class Tokenizer:
     def _words(self) -> KnownWords | None:
         """What encodes stretches of texts faster than the tokenizer itself; None: nothing does."""
         cuts = self._cuts
-        if cuts is None or cuts.drops_blank or usable_processors() > FEW_PROCESSORS:
+        if cuts is None or cuts.drops_blank or usable_cpus() > FEW_PROCESSORS:
             return None
         return KnownWords(lambda texts: self.codec.encode(texts), cuts)
 

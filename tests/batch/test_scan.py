@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixrt.asked_form import FORM_ENGINES
 from radixrt.batch import known_lines
 from radixrt.batch import scan as scan_module
 from radixrt.batch.formats.line_format import LineParser
@@ -26,6 +25,7 @@ from radixrt.batch.known_lines import SoundLine, line_of_entry
 from radixrt.batch.scan import MAX_NAMED, Scan, _Checks, scan_lines
 from radixrt.builtin import MODEL_PATH
 from radixrt.errors import BatchFileError, JournalError, ParameterError, PromptError
+from radixrt.form_spec import FORM_ENGINES
 from radixrt.frontend.request_builder import RequestBuilder
 from radixrt.models.config import read_architecture
 from radixrt.models.registry import find_architecture

@@ -46,7 +46,7 @@ def test_a_prompt_alone_has_the_same_bits_again(
     assert [situation["name"] for situation in value["situations"]] == ["repeated"]
 
 
-class Asked:
+class OpenAIRequest:
     """Takes the place of `verify_questions`."""
 
     def __init__(self, first: Difference | None) -> None:
@@ -63,7 +63,7 @@ class Asked:
 def test_the_status_says_whether_bits_differ(
     source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = Asked(None)
+    asked = OpenAIRequest(None)
     monkeypatch.setattr(radixrt.verify.matrix, "verify_questions", asked)
     command = ["verify", str(source), *OPTIONS, "--limit", "2", "--seeds", "5", "--deterministic"]
     assert main(command) == 0

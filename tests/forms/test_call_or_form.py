@@ -11,13 +11,13 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from radixrt.asked_form import AskedForm
 from radixrt.errors import FormError, ParameterError
+from radixrt.form_spec import FormSpec
 from radixrt.forms.compiler import FormCompiler
 from radixrt.forms.vocabulary import Vocabulary
 from radixrt.frontend.tool_calls import message_of
+from radixrt.parsers.answer_parser import AnswerParser
 from radixrt.parsers.forcing import TOKEN_TAGS, Syntax, call_or_form_grammar, forced_grammar
-from radixrt.parsers.reader import AnswerReader
 from radixrt.parsers.source import Part, Tools
 from radixrt.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support.small_tokenizers import HARMONY_TOKENS, byte_level
@@ -43,12 +43,12 @@ class Model:
 
     def can_be(self, grammar: str) -> bool:
         try:
-            self.compiler.check(AskedForm("grammar", grammar))
+            self.compiler.check(FormSpec("grammar", grammar))
         except FormError:
             return False
         return True
 
-    def grammar(self, parser: str, tools: Mapping[str, Any], form: AskedForm, **more: Any) -> str:
+    def grammar(self, parser: str, tools: Mapping[str, Any], form: FormSpec, **more: Any) -> str:
         reasoning = more.pop("reasoning", "think")
         reasoning = "harmony" if parser == "harmony" else reasoning
         several = more.pop("several", True)
@@ -57,12 +57,12 @@ class Model:
         )
 
     def answer(self, grammar: str, seed: int, before: str = "", free: int = 24) -> str:
-        form = self.compiler.compile(AskedForm("grammar", grammar), ENDS)
+        form = self.compiler.compile(FormSpec("grammar", grammar), ENDS)
         ids = self.tokenizer.encode(before, add_special_tokens=False).tolist()
         return walk(form, self.tokenizer, ENDS, seed, free, ids, ["</parameter>", "</function>", ">\n", "<|end|>"])
 
     def takes(self, grammar: str, text: str) -> bool:
-        matcher = self.compiler.compile(AskedForm("grammar", grammar), ENDS).matcher()
+        matcher = self.compiler.compile(FormSpec("grammar", grammar), ENDS).matcher()
         ids = self.tokenizer.encode(text, add_special_tokens=False).tolist()
         return bool(matcher.inner.try_consume_tokens(ids) == len(ids) and matcher.inner.is_accepting())
 
@@ -84,7 +84,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def parts(parser: str, tools: Mapping[str, Any], text: str, *, cut: int = 0, **more: Any) -> list[Part]:
     reasoning = "harmony" if parser == "harmony" else "think"
-    reader = AnswerReader(parser, reasoning, Tools(tools), has_form=True, **more)
+    reader = AnswerParser(parser, reasoning, Tools(tools), has_form=True, **more)
     return [*reader.push(text[:cut]), *reader.push(text[cut:]), *reader.finish(is_cut=False)]
 
 
@@ -146,7 +146,7 @@ def test_an_answer_is_calls_or_the_form(
     import jsonschema
 
     tools = dict(zip(("weather", "now", "x"), arguments, strict=False))
-    grammar = model.grammar(parser, tools, AskedForm("json_schema", json.dumps(form)), reasoning=None)
+    grammar = model.grammar(parser, tools, FormSpec("json_schema", json.dumps(form)), reasoning=None)
     text = model.answer(grammar, seed)
     message = read(parser, tools, text)
     assert "reasoning_content" not in message or message["reasoning_content"] in text
@@ -185,7 +185,7 @@ CITY: dict[str, Any] = {
 }
 TOOLS: dict[str, Any] = {"weather": CITY, "now": {}}
 NAMED = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
-FORM = AskedForm("json_schema", json.dumps(NAMED))
+FORM = FormSpec("json_schema", json.dumps(NAMED))
 CALLS = {
     "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
     "llama3_json": '{"name": "weather", "parameters": {"city": "Oslo"}}',
@@ -230,12 +230,12 @@ def test_what_is_taken(model: Model, parser: str) -> None:
 @pytest.mark.parametrize(
     ("form", "text"),
     [
-        (AskedForm("choice", json.dumps(["yes", 'n"o', "a/b\n", "c::=d"])), "c::=d"),
-        (AskedForm("regex", r"[a-c]/\d::=(x|/)"), "b/1::=/"),
-        (AskedForm("json_schema", json.dumps({"const": "x::=y"})), '"x::=y"'),
+        (FormSpec("choice", json.dumps(["yes", 'n"o', "a/b\n", "c::=d"])), "c::=d"),
+        (FormSpec("regex", r"[a-c]/\d::=(x|/)"), "b/1::=/"),
+        (FormSpec("json_schema", json.dumps({"const": "x::=y"})), '"x::=y"'),
     ],
 )
-def test_forms_of_every_kind(model: Model, parser: str, form: AskedForm, text: str) -> None:
+def test_forms_of_every_kind(model: Model, parser: str, form: FormSpec, text: str) -> None:
     grammar, head = model.grammar(parser, {"weather": {**CITY, "title": "a ::= b"}}, form), HEAD.get(parser, "")
     assert model.takes(grammar, head + text)
     assert model.takes(grammar, CALLS[parser])

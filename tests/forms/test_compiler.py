@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from radixrt.asked_form import AskedForm
 from radixrt.builtin import MODEL_PATH
 from radixrt.errors import FormError, ParameterError
+from radixrt.form_spec import FormSpec
 from radixrt.forms import compiler as compiler_module
 from radixrt.forms import trial
 from radixrt.forms.compiler import FormCompiler
@@ -32,7 +32,7 @@ NEEDS_LLGUIDANCE = pytest.mark.skipif(
     reason="llguidance is not installed: pip install 'radixrt[test]'",
 )
 ENDS = frozenset([2])
-SLOW = AskedForm("regex", "(a{1000}){1000}")  # a second or more
+SLOW = FormSpec("regex", "(a{1000}){1000}")  # a second or more
 
 
 @pytest.fixture(scope="module")
@@ -47,23 +47,23 @@ def compiler(vocabulary: Vocabulary) -> Iterator[FormCompiler]:
     found.close()
 
 
-def schema(**given: Any) -> AskedForm:
-    return AskedForm("json_schema", json.dumps(given))
+def schema(**given: Any) -> FormSpec:
+    return FormSpec("json_schema", json.dumps(given))
 
 
 @NEEDS_LLGUIDANCE
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (AskedForm("regex", "a{1000000}"), "too many expressions"),
+        (FormSpec("regex", "a{1000000}"), "too many expressions"),
         (SLOW, "too many expressions|takes more than"),
-        (AskedForm("regex", "(" * 100_000 + "a" + ")" * 100_000), "invalid regex"),
-        (AskedForm("regex", "("), "unclosed group"),
-        (AskedForm("regex", r"(?=a)b"), "look-around"),
-        (AskedForm("regex", r"(a)\1"), "backreferences are not supported"),
-        (AskedForm("grammar", "start: missing"), "missing"),
-        (AskedForm("grammar", 'root ::= "a" ('), "llguidance: "),
-        (AskedForm("grammar", 'start: %json {"x-guidance": {"lenient": true}, "not": {}}'), "x-guidance is not"),
+        (FormSpec("regex", "(" * 100_000 + "a" + ")" * 100_000), "invalid regex"),
+        (FormSpec("regex", "("), "unclosed group"),
+        (FormSpec("regex", r"(?=a)b"), "look-around"),
+        (FormSpec("regex", r"(a)\1"), "backreferences are not supported"),
+        (FormSpec("grammar", "start: missing"), "missing"),
+        (FormSpec("grammar", 'root ::= "a" ('), "llguidance: "),
+        (FormSpec("grammar", 'start: %json {"x-guidance": {"lenient": true}, "not": {}}'), "x-guidance is not"),
         (schema(type="object", **{"not": {}}), 'llguidance: Unimplemented keys: \\["not"\\]'),
         (schema(type="object", **{"not": {}, "x-guidance": {"lenient": True}}), 'Unimplemented keys: \\["not"\\]'),
         (schema(type="object", properties={"a": {"nullable": True}}), "/properties/a has 'nullable', which"),
@@ -73,15 +73,15 @@ def schema(**given: Any) -> AskedForm:
         (schema(type="integer", minimum=5, maximum=3), "Unsatisfiable schema"),
         (schema(**{"$ref": "#"}), "no text has it, or no token of the model spells how one begins$"),
         (schema(oneOf=[{"type": "integer"}, {"type": "number"}]), "'oneOf' whose schemas may overlap .* 'anyOf'$"),
-        (AskedForm("grammar", "start: start"), "no text has it, or no token"),
-        (AskedForm("grammar", "start: <|a|>"), r'unknown special token: "<\|a\|>"'),
+        (FormSpec("grammar", "start: start"), "no text has it, or no token"),
+        (FormSpec("grammar", "start: <|a|>"), r'unknown special token: "<\|a\|>"'),
         (schema(**{"$ref": "#/$defs/none"}), "Pointer '/\\$defs/none' does not exist"),
         (schema(**{"$ref": "http://example.com/x"}), "http://example.com/x"),
     ],
-    ids=lambda value: value.text[:40] if isinstance(value, AskedForm) else "",
+    ids=lambda value: value.text[:40] if isinstance(value, FormSpec) else "",
 )  # fmt: skip
-def test_refusals_come_soon_and_are_remembered(compiler: FormCompiler, asked: AskedForm, message: str) -> None:
-    asked = AskedForm(asked.kind, asked.text, "llguidance")
+def test_refusals_come_soon_and_are_remembered(compiler: FormCompiler, asked: FormSpec, message: str) -> None:
+    asked = FormSpec(asked.kind, asked.text, "llguidance")
     began = time.monotonic()
     with pytest.raises(FormError, match=message) as first:
         compiler.compile(asked, ENDS)
@@ -160,7 +160,7 @@ def test_equal_forms_are_compiled_once(vocabulary: Vocabulary, monkeypatch: pyte
     compiler = FormCompiler(vocabulary, max_kept=2)
 
     def compile(text: str, ends: frozenset[int] = ENDS) -> None:
-        compiler.compile(AskedForm("regex", text), ends)
+        compiler.compile(FormSpec("regex", text), ends)
 
     for text in ("a", "b", "a", "a"):
         compile(text)
@@ -173,7 +173,7 @@ def test_equal_forms_are_compiled_once(vocabulary: Vocabulary, monkeypatch: pyte
     assert compiler.num_kept == 2
     small = FormCompiler(vocabulary, max_kept_bytes=1)
     for text in ("a", "b"):
-        small.compile(AskedForm("regex", text), ENDS)
+        small.compile(FormSpec("regex", text), ENDS)
     assert small.num_kept == 1
     for each in (compiler, small):
         each.close()
@@ -182,7 +182,7 @@ def test_equal_forms_are_compiled_once(vocabulary: Vocabulary, monkeypatch: pyte
 @NEEDS_LLGUIDANCE
 def test_a_form_of_many_answers_begins_several_times(vocabulary: Vocabulary) -> None:
     """Threads wait for one another at copies of the same beginning."""
-    asked = AskedForm("choice", '["yes", "no"]')
+    asked = FormSpec("choice", '["yes", "no"]')
     compiler = FormCompiler(vocabulary)
     lanes = {compiler.compile(asked, ENDS).matcher().lane for _ in range(ANSWERS_EACH)}
     size = compiler.kept_bytes
@@ -203,7 +203,7 @@ def test_threads_take_turns(compiler: FormCompiler) -> None:
     engines: list[str] = []
     texts = [f"x{number % 5}" for number in range(20)]
     threads = [
-        threading.Thread(target=lambda t=t: engines.append(compiler.compile(AskedForm("regex", t), ENDS).engine))  # type: ignore[misc]
+        threading.Thread(target=lambda t=t: engines.append(compiler.compile(FormSpec("regex", t), ENDS).engine))  # type: ignore[misc]
         for t in texts
     ]
     for thread in threads:
@@ -274,17 +274,17 @@ def test_references_that_go_on_for_long() -> None:
 
 @NEEDS_LLGUIDANCE
 @pytest.mark.skipif(importlib.util.find_spec("xgrammar") is None, reason="xgrammar is not installed")
-@pytest.mark.parametrize("asked", [AskedForm("regex", "a**"), AskedForm("grammar", "root ::= x")])
-def test_reasons_of_xgrammar_name_no_place_in_its_code(compiler: FormCompiler, asked: AskedForm) -> None:
+@pytest.mark.parametrize("asked", [FormSpec("regex", "a**"), FormSpec("grammar", "root ::= x")])
+def test_reasons_of_xgrammar_name_no_place_in_its_code(compiler: FormCompiler, asked: FormSpec) -> None:
     with pytest.raises(FormError, match=r"an answer: xgrammar: (Regex|EBNF) pars\w+ error at (position|line)"):
-        compiler.compile(AskedForm(asked.kind, asked.text, "xgrammar"), ENDS)
+        compiler.compile(FormSpec(asked.kind, asked.text, "xgrammar"), ENDS)
 
 
 @NEEDS_LLGUIDANCE
 @pytest.mark.skipif(importlib.util.find_spec("xgrammar") is None, reason="xgrammar is not installed")
 def test_a_schema_that_refers_to_itself_alone(compiler: FormCompiler) -> None:
     with pytest.raises(FormError, match="no text has it"):
-        compiler.compile(AskedForm("json_schema", '{"$ref":"#"}', "xgrammar"), ENDS)
+        compiler.compile(FormSpec("json_schema", '{"$ref":"#"}', "xgrammar"), ENDS)
 
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer", "x-note": 1, "title": "A"}}, "required": ["a"]}

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from radixrt.asked_form import AskedForm, FormEngine
 from radixrt.builtin import MODEL_PATH
 from radixrt.errors import FormError
+from radixrt.form_spec import FormEngine, FormSpec
 from radixrt.forms.compiler import FormCompiler, KnownForm
 from radixrt.forms.form_process import llguidance_matcher, token_map
 from radixrt.forms.matcher import mask_words
@@ -43,7 +43,7 @@ class Subject:
     ends: frozenset[int]
 
     def texts(self, kind: str, text: str, engine: Any = "auto", count: int = 4) -> list[str]:
-        form = self.compiler.compile(AskedForm(kind, text, engine), self.ends)
+        form = self.compiler.compile(FormSpec(kind, text, engine), self.ends)
         return [walk(form, self.tokenizer, self.ends, seed) for seed in range(count)]
 
 
@@ -133,7 +133,7 @@ def test_what_a_class_leaves_out_does_not_come_escaped(subject: Subject, of_a_ke
             "patternProperties": {'^[^"]$': {"type": "null"}},
             "additionalProperties": False,
         }
-    form = subject.compiler.compile(AskedForm("json_schema", json.dumps(schema)), subject.ends)
+    form = subject.compiler.compile(FormSpec("json_schema", json.dumps(schema)), subject.ends)
     for inner, may_come in (("a", True), (r"\n", True), (r"\"", False), (r"\\", True)):
         matcher, text = form.matcher(), f'{{"{inner}": null}}' if of_a_key else f'"{inner}"'
         ids = subject.tokenizer.encode(text, add_special_tokens=False).tolist()
@@ -181,7 +181,7 @@ def test_both_engines_read_a_pattern_alike(smollm: Tokenizer) -> None:
     engines: tuple[FormEngine, ...] = ("llguidance", "xgrammar")
     texts = ("a", "\n", "\r", ".", "1", "é", "a.b", "a\nb", "ab", "\\x", "\\\n", "[x]b", "[\n]b", "日", " ")
     for pattern in (".", "[.]", r"\.", "a.?b|.", "[^a]", r"[\d.]", r"\\.", r"(\[.\])?.", ".|\n"):
-        forms = [subject.compiler.compile(AskedForm("regex", pattern, one), subject.ends) for one in engines]
+        forms = [subject.compiler.compile(FormSpec("regex", pattern, one), subject.ends) for one in engines]
         for text in texts:
             is_taken = re.fullmatch(pattern, text) is not None
             assert [takes(form, subject, text) for form in forms] == [is_taken] * 2, (pattern, text)
@@ -216,7 +216,7 @@ def test_many_choices(subject: Subject) -> None:
 def test_a_blank_that_decoding_drops_may_come_first(subject: Subject) -> None:
     """As models begin a word; where it is not dropped, it must not."""
     choices = ["yes", " no", "  oh"]
-    form = subject.compiler.compile(AskedForm("choice", json.dumps(choices)), subject.ends)
+    form = subject.compiler.compile(FormSpec("choice", json.dumps(choices)), subject.ends)
     drops_blank = subject.tokenizer.drops_blank
     assert drops_blank is (subject.tokenizer.vocab_size == 1632)
     found = {walk(form, subject.tokenizer, subject.ends, seed) for seed in range(30)}
@@ -227,7 +227,7 @@ def test_a_blank_that_decoding_drops_may_come_first(subject: Subject) -> None:
         ("grammar", 'start: "yes"'),
         ("json_schema", "{}"),
     ):
-        matcher = (form := subject.compiler.compile(AskedForm(kind, text), subject.ends)).matcher()
+        matcher = (form := subject.compiler.compile(FormSpec(kind, text), subject.ends)).matcher()
         pieces = {subject.tokenizer.decode_inside([i], True) or "" for i in allowed(form, matcher)}
         assert any(piece.startswith(" ") for piece in pieces) is drops_blank
 
@@ -266,7 +266,7 @@ def test_grammars(subject: Subject, grammar: str) -> None:
 def test_what_xgrammar_takes_over(subject: Subject, schema: dict[str, Any]) -> None:
     import jsonschema
 
-    asked = AskedForm("json_schema", json.dumps(schema))
+    asked = FormSpec("json_schema", json.dumps(schema))
     assert subject.compiler.compile(asked, subject.ends).engine == "xgrammar"
     with pytest.raises(FormError, match="llguidance: "):
         subject.texts(asked.kind, asked.text, "llguidance")
@@ -279,7 +279,7 @@ def test_tokens_that_end_an_answer(subject: Subject, engine: Any) -> None:
     """Those of the request may come where the form may end, and the model's own no more if they are ignored."""
     if engine == "xgrammar" and not HAS_XGRAMMAR:
         pytest.skip("xgrammar is not installed")
-    asked, pieces = AskedForm("regex", "a|ab", engine), [subject.tokenizer.piece(i) for i in range(1600)]
+    asked, pieces = FormSpec("regex", "a|ab", engine), [subject.tokenizer.piece(i) for i in range(1600)]
     a, b = pieces.index("a"), pieces.index("b")
     for ends in (frozenset([2]), frozenset([2, 0, 9]), frozenset([9]), frozenset[int]()):
         form = subject.compiler.compile(asked, ends)
@@ -308,7 +308,7 @@ def test_tokens_of_many_answers(subject: Subject, engine: Any) -> None:
     if engine == "xgrammar" and not HAS_XGRAMMAR:
         pytest.skip("xgrammar is not installed")
     forms = [
-        subject.compiler.compile(AskedForm("regex", text, engine), subject.ends) for text in ("a*", "[ab]{2}")
+        subject.compiler.compile(FormSpec("regex", text, engine), subject.ends) for text in ("a*", "[ab]{2}")
     ]
     pieces = [subject.tokenizer.piece(i) for i in range(1600)]
     a, b, end = pieces.index("a"), pieces.index("b"), max(subject.ends)
@@ -336,7 +336,7 @@ def test_tokens_of_many_answers(subject: Subject, engine: Any) -> None:
 
 def test_masks_of_many_answers(subject: Subject) -> None:
     """They go into their rows, whatever form each has."""
-    forms = [subject.compiler.compile(AskedForm("choice", text), subject.ends) for text in ('["aa"]', '["b","c"]')]
+    forms = [subject.compiler.compile(FormSpec("choice", text), subject.ends) for text in ('["aa"]', '["b","c"]')]
     matchers = {place: forms[place % 2].matcher() for place in range(9)}
     masks = np.zeros((9, mask_words(forms[0].vocab_size)), np.int32)
     forms[0].joined(matchers).fill(masks)
@@ -364,7 +364,7 @@ def test_masks_within_strings_of_limited_length(subject: Subject) -> None:
     """They are those of llguidance's own slices of the tokens. Of many tokens they take less time: about 0.6."""
     from llguidance import LLTokenizer
 
-    size = subject.compiler.compile(AskedForm("regex", "a"), subject.ends).vocab_size
+    size = subject.compiler.compile(FormSpec("regex", "a"), subject.ends).vocab_size
     tokens = token_map(Vocabulary(size, (2,), subject.tokenizer.serialized()).as_json)
     ids = tokens.greedy_tokenize('"') + tokens.greedy_tokenize("abcdefghij" * 5)
     seconds, masks = [], []
@@ -386,7 +386,7 @@ def test_masks_within_strings_of_limited_length(subject: Subject) -> None:
 @pytest.mark.parametrize("name", ["unicode", "date", "nested"])
 def test_what_is_forced_is_what_masks_leave(subject: Subject, name: str) -> None:
     """Token by token: where something is forced, nothing else is allowed, and it ends no answer."""
-    form = subject.compiler.compile(AskedForm("json_schema", json.dumps(SCHEMAS[name])), subject.ends)
+    form = subject.compiler.compile(FormSpec("json_schema", json.dumps(SCHEMAS[name])), subject.ends)
     draw, total = random.Random(1), 0
     for _ in range(4):
         matcher, count = form.matcher(), 0
@@ -406,7 +406,7 @@ def test_what_is_forced_is_what_masks_leave(subject: Subject, name: str) -> None
 
 def test_a_matcher_that_cannot_go_on_says_so(subject: Subject) -> None:
     """No end may come, so that the next token meets the error."""
-    form = subject.compiler.compile(AskedForm("choice", '["aa"]'), subject.ends)
+    form = subject.compiler.compile(FormSpec("choice", '["aa"]'), subject.ends)
     matcher = form.matcher()
     with pytest.raises(ValueError, match="token 9 is not taken by the form"):
         matcher.push(9)
@@ -426,10 +426,10 @@ def test_a_matcher_that_cannot_go_on_says_so(subject: Subject) -> None:
 def test_tokenizers_of_other_kinds(kind: str) -> None:
     tokenizer = small_tokenizer(kind)
     compiler = FormCompiler(vocabulary_of(tokenizer, tokenizer.vocab_size + 40, (2,)))
-    form = compiler.compile(AskedForm("choice", '["Oslo","no"]'), frozenset([2]))
+    form = compiler.compile(FormSpec("choice", '["Oslo","no"]'), frozenset([2]))
     assert {walk(form, tokenizer, frozenset([2]), seed) for seed in range(9)} == {"Oslo", "no"}
     for pattern in (" no", "[ O]no", "[a-z ]{3}"):
-        form = compiler.compile(AskedForm("regex", pattern), frozenset([2]))
+        form = compiler.compile(FormSpec("regex", pattern), frozenset([2]))
         for seed in range(9):
             assert re.fullmatch(pattern, walk(form, tokenizer, frozenset([2]), seed))
     compiler.close()
@@ -438,4 +438,4 @@ def test_tokenizers_of_other_kinds(kind: str) -> None:
 def test_a_tokenizer_without_bytes_is_refused() -> None:
     tokenizer = small_tokenizer("wordpiece")
     with pytest.raises(FormError, match="does not spell bytes, which forms need: its decoder is WordPiece"):
-        compiler_of(tokenizer, tokenizer.vocab_size, (2,)).compile(AskedForm("regex", "a"), frozenset([2]))
+        compiler_of(tokenizer, tokenizer.vocab_size, (2,)).compile(FormSpec("regex", "a"), frozenset([2]))

@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'radixrt[test]'")
 
-from radixrt.asked_form import AskedForm
 from radixrt.errors import FormError
+from radixrt.form_spec import FormSpec
 from radixrt.forms.compiler import FormCompiler, KnownForm
 from radixrt.forms.form_process import spells_every_text, token_map
 from radixrt.forms.vocabulary import Vocabulary
@@ -58,24 +58,24 @@ def spelled(form: KnownForm, ends: frozenset[int], seed: int) -> list[int]:
     return [token for token in ids if token not in ends]
 
 
-def forms_of(text: str) -> list[AskedForm]:
+def forms_of(text: str) -> list[FormSpec]:
     """Forms that only one text has."""
     pattern = re.sub(r"[\[\]|]", lambda found: "\\" + found[0], text)
     named = {text: {"enum": [text]}}
     return [
-        AskedForm("json_schema", json.dumps({"const": text}, ensure_ascii=False)),
-        AskedForm("json_schema", json.dumps({**CLOSED, "properties": named, "required": [text]})),
-        AskedForm("json_schema", json.dumps({"type": "string", "pattern": f"^{pattern}$"})),
-        AskedForm("choice", json.dumps([text])),
-        AskedForm("regex", pattern),
-        AskedForm("grammar", f"root ::= {json.dumps(text, ensure_ascii=False)}"),
+        FormSpec("json_schema", json.dumps({"const": text}, ensure_ascii=False)),
+        FormSpec("json_schema", json.dumps({**CLOSED, "properties": named, "required": [text]})),
+        FormSpec("json_schema", json.dumps({"type": "string", "pattern": f"^{pattern}$"})),
+        FormSpec("choice", json.dumps([text])),
+        FormSpec("regex", pattern),
+        FormSpec("grammar", f"root ::= {json.dumps(text, ensure_ascii=False)}"),
     ]  # fmt: skip
 
 
 def check(vocabulary: Vocabulary, tokenizer: Tokenizer, text: str, engine: Any) -> None:
     ends = frozenset(token for token in vocabulary.end_ids if token < vocabulary.size)
     for asked in forms_of(text):
-        form = compiler(vocabulary).compile(AskedForm(asked.kind, asked.text, engine), ends)
+        form = compiler(vocabulary).compile(FormSpec(asked.kind, asked.text, engine), ends)
         for seed in range(2):
             ids = spelled(form, ends, seed)
             found = tokenizer.decode(ids)  # without special tokens
@@ -96,7 +96,7 @@ def test_text_of_tokens_that_are_no_text(smollm: Tokenizer, vocabulary: Vocabula
     """None of which ends an answer before the form does; those without rows are never drawn."""
     for text in ("<|endoftext|>", "<|im_end|>", "a<|im_start|>b", "<repo_name><file_sep>", "<pad>, <image>!"):
         check(vocabulary, smollm, text, engine)
-    form = compiler(vocabulary).compile(AskedForm("regex", "[^x]*", engine), frozenset([2]))
+    form = compiler(vocabulary).compile(FormSpec("regex", "[^x]*", engine), frozenset([2]))
     tokens = allowed(form, form.matcher())
     assert 2 in tokens
     assert len(tokens) > 10_000
@@ -116,7 +116,7 @@ def test_rows_of_every_kind(kind: str) -> None:
     tokenizer = small_tokenizer(kind)
     for more in (-3, 0, 40):
         vocabulary = vocabulary_of(tokenizer, tokenizer.vocab_size + more, (2,))
-        form = compiler(vocabulary).compile(AskedForm("choice", '["he","no"]'), frozenset([2]))
+        form = compiler(vocabulary).compile(FormSpec("choice", '["he","no"]'), frozenset([2]))
         assert {walk(form, tokenizer, frozenset([2]), seed) for seed in range(9)} == {"he", "no"}
 
 
@@ -126,7 +126,7 @@ def test_an_end_that_is_an_ordinary_token() -> None:
     (end,) = tokenizer.encode("he", add_special_tokens=False).tolist()
     vocabulary = vocabulary_of(tokenizer, tokenizer.vocab_size, (end,))
     check(vocabulary, tokenizer, "hehe", "llguidance")
-    form = compiler(vocabulary).compile(AskedForm("regex", "he|h"), frozenset([end]))
+    form = compiler(vocabulary).compile(FormSpec("regex", "he|h"), frozenset([end]))
     assert end not in allowed(form, form.matcher())
 
 
@@ -152,7 +152,7 @@ def test_what_changes_texts_does_not_change_forms(smollm: Tokenizer) -> None:
 def test_what_no_token_spells_is_refused(vocabulary: Vocabulary, text: str, engine: Any) -> None:
     """SmolLM2 has no token of some bytes, and one that ends a text for what it does not know."""
     with pytest.raises(FormError, match=r"no token of the model spells (what must come next|how one begins)$"):
-        compiler(vocabulary).compile(AskedForm("choice", json.dumps([text]), engine), frozenset([0, 2]))
+        compiler(vocabulary).compile(FormSpec("choice", json.dumps([text]), engine), frozenset([0, 2]))
 
 
 def test_what_no_token_spells_ends_no_answer() -> None:
@@ -160,7 +160,7 @@ def test_what_no_token_spells_ends_no_answer() -> None:
     tokenizer = small_tokenizer("bare, no byte fallback")
     vocabulary = vocabulary_of(tokenizer, tokenizer.vocab_size, (2,))
     assert not spells_every_text(token_map(vocabulary.as_json))
-    form = compiler(vocabulary).compile(AskedForm("regex", "(no ){12}(no|he€)"), frozenset([2]))
+    form = compiler(vocabulary).compile(FormSpec("regex", "(no ){12}(no|he€)"), frozenset([2]))
     matcher = form.matcher()
     for piece in tokenizer.encode("no " * 12 + "he", add_special_tokens=False).tolist():
         assert matcher.forced() == []
@@ -180,7 +180,7 @@ def test_grammars_name_special_tokens(smollm: Tokenizer) -> None:
         ('start: "a" <|im_end|>', [2], True),
         ('start: "a" <|im_end|> "b"', [], False),  # which would end an answer that is not whole
     ):
-        form = compiler(vocabulary).compile(AskedForm("grammar", grammar), frozenset([2]))
+        form = compiler(vocabulary).compile(FormSpec("grammar", grammar), frozenset([2]))
         matcher, found = form.matcher(), list[int]()
         while not matcher.is_complete and len(tokens := allowed(form, matcher)) < 9:
             found.append(max(tokens))
@@ -188,4 +188,4 @@ def test_grammars_name_special_tokens(smollm: Tokenizer) -> None:
         assert [token for token in found if token in (0, 1, 2, 49152)] == ids
         assert matcher.is_complete == is_whole
     with pytest.raises(FormError, match='unknown special token: "<\\|a\\|>"'):
-        compiler(vocabulary).compile(AskedForm("grammar", "start: <|a|>"), frozenset([2]))
+        compiler(vocabulary).compile(FormSpec("grammar", "start: <|a|>"), frozenset([2]))

@@ -16,8 +16,8 @@ from radixrt.forms.compiler import form_compiler
 from radixrt.forms.matcher import mask_words
 from radixrt.frontend.arguments import Call, listed_prompts
 from radixrt.frontend.request_builder import RequestBuilder, builder_without_weights
-from radixrt.listed import FEWEST, Listed, listed_requests
 from radixrt.planning.simulated import NoWeights
+from radixrt.request_list import FEWEST, TokenRequests, request_list
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.logits_processors import LogitsProcessors
 from radixrt.text.chat import Chat
@@ -231,8 +231,8 @@ def test_an_answer_that_only_the_context_ends_fits_into_the_pool(builder: Reques
     builder.refusal = lambda request: "is too long" if request.max_slots > 12 else None
     for length, most in ((1, 12), (5, 8), (12, 1)):
         params = SamplingParams(max_new_tokens=None)
-        _, listed = listed_requests(builder, [[1] * length] * FEWEST, params, Call())
-        assert isinstance(listed, Listed)
+        _, listed = request_list(builder, [[1] * length] * FEWEST, params, Call())
+        assert isinstance(listed, TokenRequests)
         for request in (builder.build([1] * length, params), listed[0], listed[FEWEST - 1]):
             assert (request.max_new_tokens, request.max_slots) == (most, 12)
     assert builder.build([1], {"max_tokens": 3}).max_new_tokens == 3

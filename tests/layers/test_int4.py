@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from layers.formats import int4
-from layers.formats.int4 import Int4Format, Words
+from layers.formats.int4 import Int4Format, Int4Packing
 from layers.linear import StackedLinear
 from layers.placement import Placement
 from layers.weight import Weight
@@ -21,25 +21,25 @@ CPU = torch.device("cpu")
 IGNORED = {"g_idx", "weight_shape"}  # by the loader
 
 
-def placement(words: Words, dtype: torch.dtype = torch.float16, *, holds: bool = True) -> Placement:
+def placement(words: Int4Packing, dtype: torch.dtype = torch.float16, *, holds: bool = True) -> Placement:
     return Placement(dtype, CPU, quantization=Int4Format(words), holds_quantised=holds)
 
 
-def layer(sizes: tuple[int, ...], depth: int, words: Words) -> tuple[dict[str, Tensor], Tensor]:
+def layer(sizes: tuple[int, ...], depth: int, words: Int4Packing) -> tuple[dict[str, Tensor], Tensor]:
     """Stored tensors of parts a, b, ... of a stack, and the weight that they are."""
     stored: dict[str, Tensor] = {}
     expected = []
     for seed, (part, size) in enumerate(zip("abc", sizes, strict=False)):
         values = torch.randn(size, depth, generator=torch.Generator().manual_seed(seed)) * 2.0**seed
-        numbers = quantised(values, symmetric=words is Words.COMPRESSED)
+        numbers = quantised(values, symmetric=words is Int4Packing.COMPRESSED)
         expected.append(dequantised(*numbers))
         stored |= {f"x.{part}.{kind}": tensor for kind, tensor in packed(*numbers, words).items()}
     return {name: each for name, each in stored.items() if name.split(".")[2] not in IGNORED}, torch.cat(expected)
 
 
 @pytest.mark.parametrize("holds", [True, False])
-@pytest.mark.parametrize("words", Words)
-def test_parts_of_a_stack(words: Words, holds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("words", Int4Packing)
+def test_parts_of_a_stack(words: Int4Packing, holds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Held in 4 bits, or dequantised when the last of them has come; a few rows at a time."""
     monkeypatch.setattr(int4, "PIECE_ROWS", 16)
     sizes = (40, 8, 72)
@@ -65,8 +65,8 @@ def test_parts_of_a_stack(words: Words, holds: bool, monkeypatch: pytest.MonkeyP
             assert torch.equal(weight.values, expected.half())
 
 
-@pytest.mark.parametrize("words", Words)
-def test_groups_that_do_not_divide_a_row_are_dequantised(words: Words) -> None:
+@pytest.mark.parametrize("words", Int4Packing)
+def test_groups_that_do_not_divide_a_row_are_dequantised(words: Int4Packing) -> None:
     stored, expected = layer((16,), 200, words)
     weight = Weight(16, 200, placement=placement(words))
     for name, place in weight.places("x.a", 0, 16):
@@ -77,9 +77,10 @@ def test_groups_that_do_not_divide_a_row_are_dequantised(words: Words) -> None:
 
 def test_scales_are_rounded_to_the_dtype_of_the_model() -> None:
     """Held or not, the weights are the same."""
-    stored, expected = layer((16,), 128, Words.AWQ)
+    stored, expected = layer((16,), 128, Int4Packing.AWQ)
     held, plain = (
-        Weight(16, 128, placement=placement(Words.AWQ, torch.bfloat16, holds=holds)) for holds in (True, False)
+        Weight(16, 128, placement=placement(Int4Packing.AWQ, torch.bfloat16, holds=holds))
+        for holds in (True, False)
     )
     for weight in (held, plain):
         for name, place in weight.places("x.a", 0, 16):
@@ -107,9 +108,9 @@ def test_plain_weights_are_rounded_to_4_bits() -> None:
 
 def test_a_held_weight_runs_its_kernel() -> None:
     require_interpreter()
-    quantization = Int4Format(Words.GPTQ)
+    quantization = Int4Format(Int4Packing.GPTQ)
     given = Placement(torch.float16, CPU, "triton", quantization=quantization, holds_quantised=True)
-    weight, (stored, expected) = Weight(64, 128, placement=given), layer((64,), 128, Words.GPTQ)
+    weight, (stored, expected) = Weight(64, 128, placement=given), layer((64,), 128, Int4Packing.GPTQ)
     for name, place in weight.places("x.a", 0, 64):
         place.copy_(stored[name])
     x = torch.randn(5, 128, generator=torch.Generator().manual_seed(1)).half()

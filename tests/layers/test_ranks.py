@@ -16,7 +16,7 @@ from layers.moe import SparseMoE
 from layers.norm import GatedRMSNorm, JointRMSNorm, RMSNorm
 from layers.placement import Placement
 from layers.products import Product, same_bits
-from layers.ranks import ALONE, RankPart, Ranks
+from layers.ranks import ALONE, Ranks, RankSum
 from layers.vocabulary import Embedding, LogitsHead
 from layers.weight import Weight
 from tests.support.interpreter import require_interpreter
@@ -353,7 +353,7 @@ def test_a_norm_that_quantises_sums_in_its_kernel(
     expected, total = norm.add(part.clone(), residual)
     summed = PeerSum.__call__
     monkeypatch.setattr(PeerSum, "__call__", lambda peers, own: sums.append(own) or summed(peers, own))
-    rank_part = RankPart(part, PeerSum(memory, patience=1, traps=False))
+    rank_part = RankSum(part, PeerSum(memory, patience=1, traps=False))
     rows, also_total = norm.add(rank_part, residual)
     assert torch.equal(also_total, total)
     assert torch.equal(rows.codes.view(torch.uint8), expected.codes.view(torch.uint8))

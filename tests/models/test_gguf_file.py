@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from layers.place import unpacked
+from layers.checkpoint_slot import unpacked
 from radixrt import ModelError, Runtime, SamplingParams
 from radixrt.models import gguf_file
 from radixrt.models.loader import load_model, model_folder

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layers.formats.int4 import Int4Format, Words
+from layers.formats.int4 import Int4Format, Int4Packing
 from layers.weight import Weight
 from radixrt.errors import ModelError
 from radixrt.models.loader import load_model, reload_weights
@@ -33,14 +33,14 @@ llama = partial(checkpoints.llama, **SHAPE)
 glm4 = partial(checkpoints.glm4, hidden_size=256, initializer_range=0.05)
 qwen3_moe = partial(checkpoints.qwen3_moe, hidden_size=256, moe_intermediate_size=192, initializer_range=0.08)
 
-MODELS: dict[str, tuple[Callable[[], Any], Words]] = {
-    **{words.value: (llama, words) for words in Words},
-    "biases": (partial(llama, attention_bias=True), Words.GPTQ),
-    "rows that groups do not divide": (partial(llama, intermediate_size=200), Words.AWQ),
-    "experts of AWQ": (qwen3_moe, Words.AWQ),
-    "experts of compressed-tensors": (qwen3_moe, Words.COMPRESSED),
-    "packed": (partial(checkpoints.phi3, hidden_size=256, intermediate_size=128), Words.GPTQ_V2),
-    "rows in another order": (glm4, Words.COMPRESSED),
+MODELS: dict[str, tuple[Callable[[], Any], Int4Packing]] = {
+    **{words.value: (llama, words) for words in Int4Packing},
+    "biases": (partial(llama, attention_bias=True), Int4Packing.GPTQ),
+    "rows that groups do not divide": (partial(llama, intermediate_size=200), Int4Packing.AWQ),
+    "experts of AWQ": (qwen3_moe, Int4Packing.AWQ),
+    "experts of compressed-tensors": (qwen3_moe, Int4Packing.COMPRESSED),
+    "packed": (partial(checkpoints.phi3, hidden_size=256, intermediate_size=128), Int4Packing.GPTQ_V2),
+    "rows in another order": (glm4, Int4Packing.COMPRESSED),
 }
 
 
@@ -68,7 +68,7 @@ def test_checkpoints_are_what_transformers_makes_of_their_numbers(name: str, tmp
 
 def test_a_second_format_of_gptq_under_its_other_name(tmp_path: Path) -> None:
     """GPTQModel's `format` alone: zeros are not less one."""
-    reference = write(llama(), tmp_path, Words.GPTQ_V2, checkpoint_format=None, format="gptq_v2")
+    reference = write(llama(), tmp_path, Int4Packing.GPTQ_V2, checkpoint_format=None, format="gptq_v2")
     model, config = load_model(tmp_path)
     ids = prompt(9, 1)
     assert_close(Session(model, config).run((1, ids, 0))[0], dense(reference, ids), atol=1e-4)
@@ -85,7 +85,7 @@ def holding(device: torch.device) -> dict[str, Any]:
     return {"impl": "triton", "device": device, "dtype": "float16"}
 
 
-@pytest.mark.parametrize("name", [*(words.value for words in Words), "biases", "packed"])
+@pytest.mark.parametrize("name", [*(words.value for words in Int4Packing), "biases", "packed"])
 def test_held_weights_give_the_logits_of_dequantised_ones(
     name: str, tmp_path: Path, holding: dict[str, Any]
 ) -> None:
@@ -103,7 +103,7 @@ def test_held_weights_give_the_logits_of_dequantised_ones(
 
 
 def test_a_quarter_of_the_bytes(tmp_path: Path, holding: dict[str, Any]) -> None:
-    write(llama(), tmp_path, Words.AWQ)
+    write(llama(), tmp_path, Int4Packing.AWQ)
 
     def num_bytes(**options: Any) -> int:
         model, _ = load_model(tmp_path, **{**holding, **options})
@@ -115,7 +115,7 @@ def test_a_quarter_of_the_bytes(tmp_path: Path, holding: dict[str, Any]) -> None
 
 
 def test_experts_and_routers_stay_in_the_dtype_of_the_model(tmp_path: Path, holding: dict[str, Any]) -> None:
-    write(qwen3_moe(), tmp_path, Words.GPTQ)
+    write(qwen3_moe(), tmp_path, Int4Packing.GPTQ)
     model, _ = load_model(tmp_path, **holding)
     feed_forward = model.blocks[1].feed_forward
     assert feed_forward.router.weight.values.dtype == feed_forward.gate_up.dtype == torch.float16
@@ -124,7 +124,7 @@ def test_experts_and_routers_stay_in_the_dtype_of_the_model(tmp_path: Path, hold
 
 def test_layers_that_a_checkpoint_leaves_as_they_are(tmp_path: Path, holding: dict[str, Any]) -> None:
     """They stay in the model's dtype, and so do the other parts of their stacks."""
-    write(llama(), tmp_path, Words.AWQ, modules_to_not_convert=["model.layers.1.mlp.up_proj"])
+    write(llama(), tmp_path, Int4Packing.AWQ, modules_to_not_convert=["model.layers.1.mlp.up_proj"])
     held, _ = load_model(tmp_path, **holding)
     plain, _ = load_model(tmp_path, **{**holding, "impl": "torch"})
     assert [weight.zeros is None for weight in linear_weights(held)] == [False] * 6 + [True, False]
@@ -146,7 +146,7 @@ def on_cpu() -> Iterator[None]:
 def test_lists_of_names_that_others_match_otherwise(named: list[str] | None, tmp_path: Path) -> None:
     """AutoAWQ leaves what contains a name, transformers what begins or ends with one: what is stored decides."""
     left = ["model.layers.0.self_attn.k_proj", "model.layers.1.mlp.gate_proj", "model.layers.1.self_attn.o_proj"]
-    reference = write(llama(), tmp_path, Words.AWQ, modules_to_not_convert=left)
+    reference = write(llama(), tmp_path, Int4Packing.AWQ, modules_to_not_convert=left)
     file = tmp_path / "config.json"
     told = awq_config(modules_to_not_convert=named)
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": told}))
@@ -157,7 +157,7 @@ def test_lists_of_names_that_others_match_otherwise(named: list[str] | None, tmp
 
 def test_random_weights(tmp_path: Path, holding: dict[str, Any]) -> None:
     """The config alone says what they are."""
-    write(llama(), tmp_path, Words.GPTQ)
+    write(llama(), tmp_path, Int4Packing.GPTQ)
     (tmp_path / "model.safetensors").unlink()
     for impl in ("triton", "torch"):
         model, config = load_model(tmp_path, load_format="dummy", **{**holding, "impl": impl})
@@ -169,7 +169,7 @@ def test_random_weights(tmp_path: Path, holding: dict[str, Any]) -> None:
 def test_other_weights_in_place(tmp_path: Path, holding: dict[str, Any]) -> None:
     """They stay where they are, where captured graphs read them; what is refused changes nothing."""
     for seed, name in ((0, "one"), (1, "other"), (2, "bad")):
-        write(llama(seed), tmp_path / name, Words.GPTQ)
+        write(llama(seed), tmp_path / name, Int4Packing.GPTQ)
     model, config = load_model(tmp_path / "one", **holding)
     other, _ = load_model(tmp_path / "other", **holding)
     places = [parameter.data_ptr() for parameter in model.parameters()]
@@ -211,7 +211,7 @@ WRONG_WEIGHTS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
 
 @pytest.mark.parametrize("name", WRONG_WEIGHTS)
 def test_wrong_tensors_are_named(name: str, tmp_path: Path) -> None:
-    write(llama(), tmp_path, Words.GPTQ)
+    write(llama(), tmp_path, Int4Packing.GPTQ)
     change, message = WRONG_WEIGHTS[name]
     edit_weights(tmp_path, change)
     with pytest.raises(ModelError, match=message):
@@ -219,7 +219,7 @@ def test_wrong_tensors_are_named(name: str, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_asked_for(tmp_path: Path, holding: dict[str, Any]) -> None:
-    write(llama(), tmp_path, Words.AWQ)
+    write(llama(), tmp_path, Int4Packing.AWQ)
     with pytest.raises(
         ModelError, match="quantization is 'fp8', but the checkpoint's weights are in 4 bits; leave"
     ):
@@ -231,8 +231,8 @@ def test_what_cannot_be_asked_for(tmp_path: Path, holding: dict[str, Any]) -> No
     load_model(tmp_path, deterministic=True)
 
 
-@pytest.mark.parametrize("words", [Words.AWQ, Words.GPTQ])
-def test_words_of_rows_that_are_put_in_another_order(words: Words, tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [Int4Packing.AWQ, Int4Packing.GPTQ])
+def test_words_of_rows_that_are_put_in_another_order(words: Int4Packing, tmp_path: Path) -> None:
     write(checkpoints.glm4(hidden_size=256), tmp_path, words)
     with pytest.raises(
         ModelError, match=r"[qk]_proj.q\w+ is of blocks or words of rows, but these rows are loaded"
@@ -251,13 +251,13 @@ def test_what_configs_say() -> None:
 
     names = ["visual", "model.language_model.layers.3.mlp"]
     own = awq_config(version="GEMM", zero_point=False, modules_to_not_convert=names)
-    assert read(own) == (Words.AWQ, ("visual", "model.layers.3.mlp"))
-    assert read(gptq_config(checkpoint_format=None)) == (Words.GPTQ, ())
+    assert read(own) == (Int4Packing.AWQ, ("visual", "model.layers.3.mlp"))
+    assert read(gptq_config(checkpoint_format=None)) == (Int4Packing.GPTQ, ())
     for own in ({"checkpoint_format": "gptq_v2"}, {"format": "gptq_v2", "checkpoint_format": None}):
-        assert read(gptq_config(**own))[0] is Words.GPTQ_V2
-    assert read(gptq_config(format="gptq"))[0] is Words.GPTQ
-    assert read(FORMATS[Words.GPTQ_V2]) == (Words.GPTQ_V2, ())
-    assert read(packed_config()) == (Words.COMPRESSED, ("lm_head",))
+        assert read(gptq_config(**own))[0] is Int4Packing.GPTQ_V2
+    assert read(gptq_config(format="gptq"))[0] is Int4Packing.GPTQ
+    assert read(FORMATS[Int4Packing.GPTQ_V2]) == (Int4Packing.GPTQ_V2, ())
+    assert read(packed_config()) == (Int4Packing.COMPRESSED, ("lm_head",))
 
 
 REFUSED: list[tuple[object, str]] = [
@@ -314,7 +314,7 @@ def test_prompts_that_are_cached_and_captured(
     where: str, dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As alone, and without a cache."""
-    write(llama(), tmp_path, Words.AWQ)
+    write(llama(), tmp_path, Int4Packing.AWQ)
     prompts = [prompt(40, 1)[:30] + prompt(9, seed) for seed in range(5)]
     params = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True, logprobs=0)
     options: dict[str, Any] = {

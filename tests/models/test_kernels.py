@@ -22,7 +22,7 @@ from layers.input_metadata import NO_PASS
 from layers.linear import Linear
 from layers.norm import RMSNorm
 from layers.placement import Placement
-from layers.squared_relu import SquaredReLU
+from layers.relu2_mlp import Relu2MLP
 from layers.weight import Weight
 from memory_pool.state_pool import StatePool
 from radixrt.models.decoder import Block, Decoder, FeedForward, MixerBlock
@@ -171,7 +171,7 @@ def test_outputs_in_parts_are_those_that_a_norm_adds_up(
 def test_a_block_settles_what_is_handed_on(norm: Callable[..., RMSNorm]) -> None:
     placement = Placement(torch.float32, torch.device("cpu"))
     norms = [norm(8, 1e-5, placement=placement) for _ in range(2)]
-    sublayers = [SquaredReLU(8, 16, bias=False, placement=placement) for _ in range(2)]
+    sublayers = [Relu2MLP(8, 16, bias=False, placement=placement) for _ in range(2)]
     parts: Any = dict(zip(("attention", "feed_forward"), sublayers, strict=True))
     parts |= dict(zip(("attention_norm", "feed_forward_norm"), norms, strict=True))
     Block(**parts)

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from layers.place import unpacked
+from layers.checkpoint_slot import unpacked
 from layers.rotary import LinearScaling, Llama3Scaling, LongRopeScaling, RopeParameters
 from radixrt.errors import ModelError, ParameterError, RadixrtError, TokenizerError
 from radixrt.models import loader

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from layers.formats.int4 import Words
+from layers.checkpoint_slot import Filled, Packed
+from layers.formats.int4 import Int4Packing
 from layers.linear import Linear, SummedLinear
-from layers.place import Filled, Packed
 from layers.products import same_bits
 from layers.ranks import ALONE, Ranks
 from radixrt.errors import ModelError
@@ -331,7 +331,7 @@ def write_e4m3(form: str, make: Callable[..., Any] = checkpoints.llama, **change
 
 
 def write_int4(
-    words: Words, make: Callable[..., Any] = checkpoints.llama, **changes: Any
+    words: Int4Packing, make: Callable[..., Any] = checkpoints.llama, **changes: Any
 ) -> Callable[[Path], Any]:
     return lambda folder: int4_checkpoints.write(make(**{**SHAPE, **changes}), folder, words)
 
@@ -353,15 +353,15 @@ QUANTISED: dict[str, Callable[[Path], Any]] = {
     "compressed channels, experts": write_e4m3("compressed channels", checkpoints.mixtral),
     "fp8 tensors, experts": write_e4m3("fp8 tensors", checkpoints.mixtral),
     "rows in another order": write_e4m3("compressed channels", checkpoints.glm4),
-    **{words.value: write_int4(words, attention_bias=True) for words in Words},
-    "awq, packed": write_int4(Words.AWQ, checkpoints.phi3, **PACKED),
-    "gptq, packed": write_int4(Words.GPTQ, checkpoints.phi3, **PACKED),
-    "pack-quantized, packed": write_int4(Words.COMPRESSED, checkpoints.phi3, **PACKED),
-    "awq, experts": write_int4(Words.AWQ, checkpoints.qwen3_moe, **EXPERTS),
-    "pack-quantized, experts": write_int4(Words.COMPRESSED, checkpoints.qwen3_moe, **EXPERTS),
+    **{words.value: write_int4(words, attention_bias=True) for words in Int4Packing},
+    "awq, packed": write_int4(Int4Packing.AWQ, checkpoints.phi3, **PACKED),
+    "gptq, packed": write_int4(Int4Packing.GPTQ, checkpoints.phi3, **PACKED),
+    "pack-quantized, packed": write_int4(Int4Packing.COMPRESSED, checkpoints.phi3, **PACKED),
+    "awq, experts": write_int4(Int4Packing.AWQ, checkpoints.qwen3_moe, **EXPERTS),
+    "pack-quantized, experts": write_int4(Int4Packing.COMPRESSED, checkpoints.qwen3_moe, **EXPERTS),
     "compressed channels, Mamba-2": write_e4m3("compressed channels", checkpoints.granite4_hybrid, **MAMBA2),
-    "pack-quantized, Mamba-2": write_int4(Words.COMPRESSED, checkpoints.granite4_hybrid, **SMALL_STATES),
-    "gptq, Mamba-2": write_int4(Words.GPTQ, checkpoints.granite4_hybrid, **STEPS_OF_8),
+    "pack-quantized, Mamba-2": write_int4(Int4Packing.COMPRESSED, checkpoints.granite4_hybrid, **SMALL_STATES),
+    "gptq, Mamba-2": write_int4(Int4Packing.GPTQ, checkpoints.granite4_hybrid, **STEPS_OF_8),
     "fp8 blocks, delta nets": write_hybrid("fp8 blocks", checkpoints.qwen3_next, **EXPERTS, **SHARED),
     "compressed channels, delta nets": write_hybrid("compressed channels", checkpoints.qwen3_5),
 }
@@ -373,10 +373,10 @@ def test_quantised_checkpoints(name: str, tmp_path: Path) -> None:
     assert_same_logits(tmp_path, 2)
 
 
-@pytest.mark.parametrize("form", ["fp8 blocks", Words.AWQ, Words.COMPRESSED])
-def test_heads_of_keys_that_four_ranks_hold_twice(form: str | Words, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["fp8 blocks", Int4Packing.AWQ, Int4Packing.COMPRESSED])
+def test_heads_of_keys_that_four_ranks_hold_twice(form: str | Int4Packing, tmp_path: Path) -> None:
     changes = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    (write_int4 if isinstance(form, Words) else write_e4m3)(form, **changes)(tmp_path)  # type: ignore[operator]
+    (write_int4 if isinstance(form, Int4Packing) else write_e4m3)(form, **changes)(tmp_path)  # type: ignore[operator]
     assert_same_logits(tmp_path, 4)
 
 
@@ -499,11 +499,11 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         f"moe_intermediate_size gives a rank 96 of 192 features, but {E4M3} 128,",
     ),
     "groups": (
-        write_int4(Words.COMPRESSED, intermediate_size=192),
+        write_int4(Int4Packing.COMPRESSED, intermediate_size=192),
         f"intermediate_size gives a rank 96 of 192 features, but {INT4} 128,",
     ),
     "words": (
-        write_int4(Words.GPTQ, head_dim=4, num_attention_heads=64),
+        write_int4(Int4Packing.GPTQ, head_dim=4, num_attention_heads=64),
         f"num_key_value_heads gives a rank 4 of 8 features, but {INT4} 8,",
     ),
     "blocks of heads of a delta net's keys": (
@@ -531,7 +531,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         f"mamba_n_heads gives a rank 4 of 8 features, but {E4M3} 128,",
     ),
     "words of steps of Mamba-2": (
-        write_int4(Words.GPTQ, checkpoints.granite4_hybrid, **MAMBA2),
+        write_int4(Int4Packing.GPTQ, checkpoints.granite4_hybrid, **MAMBA2),
         f"mamba_n_heads gives a rank 4 of 8 features, but {INT4} 8,",
     ),
     "groups of MXFP4": (
@@ -552,7 +552,7 @@ def test_units_are_not_cut(name: str, tmp_path: Path) -> None:
 
 def test_parts_of_words_that_need_none(tmp_path: Path) -> None:
     """compressed-tensors packs along inputs alone: heads of keys may be of four outputs."""
-    write_int4(Words.COMPRESSED, head_dim=4, num_attention_heads=64)(tmp_path)
+    write_int4(Int4Packing.COMPRESSED, head_dim=4, num_attention_heads=64)(tmp_path)
     assert_same_logits(tmp_path, 2)
 
 
@@ -561,5 +561,5 @@ def test_parts_of_groups_that_need_none(tmp_path: Path) -> None:
     sizes = {"linear_key_head_dim": 16, "linear_num_value_heads": 4, "linear_value_head_dim": 64}
     ignored = [f"model.layers.{layer}.linear_attn.in_proj_{part}" for layer in (0, 2) for part in "ba"]
     model = checkpoints.qwen3_5(**{**SHAPE, **sizes})
-    int4_checkpoints.write(model, tmp_path, Words.COMPRESSED, ignore=["lm_head", *ignored])
+    int4_checkpoints.write(model, tmp_path, Int4Packing.COMPRESSED, ignore=["lm_head", *ignored])
     assert_same_logits(tmp_path, 2)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from radixrt.parsers.answer_parser import AnswerParser
 from radixrt.parsers.names import TOOL_PARSERS
-from radixrt.parsers.reader import AnswerReader
 from radixrt.parsers.source import Kind, Part, Tools
 from radixrt.parsers.thinking import is_within_thoughts, opens_thoughts
 from tests.support.transcripts import CODER, HARMONY, HERMES, LLAMA, OSLO, THOUGHT, TO_WEATHER, WEATHER, coder
@@ -40,7 +40,7 @@ def read(
 ) -> Told:
     """The parts that clients see, those that follow one another joined; all parts join to the text."""
     tool_parser, reasoning_parser = parsers
-    reader, parts = AnswerReader(tool_parser, reasoning_parser, tools, is_open, said), list[Part]()
+    reader, parts = AnswerParser(tool_parser, reasoning_parser, tools, is_open, said), list[Part]()
     pieces = list(pieces)
     for piece in pieces:
         parts += reader.push(piece)
@@ -353,9 +353,9 @@ def test_answers_that_go_on(text: str, parsers: Any) -> None:
             whole[len(whole) - len(told)][1][-len(told[0][1]) :],
             whole[len(whole) - len(told) + 1 :],
         )
-        before = [part.kind for part in AnswerReader(*parsers, TOOLS).push(text[:cut])]
+        before = [part.kind for part in AnswerParser(*parsers, TOOLS).push(text[:cut])]
         is_open = before.count(Kind.NAME) - before.count(Kind.END)
-        assert AnswerReader(*parsers, TOOLS, said=text[:cut]).has_open_call == is_open
+        assert AnswerParser(*parsers, TOOLS, said=text[:cut]).has_open_call == is_open
 
 
 @pytest.mark.parametrize(
@@ -405,7 +405,7 @@ _CALLED = '<tool_call>{"name": "weather", "arguments": {"city": '
 )
 def test_little_is_held_back(begun: str, more: str, parser: str) -> None:
     """What comes costs the same however much has come: no text grows that is looked at again."""
-    reader = AnswerReader(parser, "harmony" if parser == "harmony" else "think", TOOLS)
+    reader = AnswerParser(parser, "harmony" if parser == "harmony" else "think", TOOLS)
     for piece in (*begun, *(more * 3000)):
         reader.push(piece)
         assert len(reader._source._text) < 600
@@ -453,7 +453,7 @@ def test_bytes_at_random(text: bytes, parsers: tuple[Any, Any]) -> None:
 
 @given(st.lists(st.sampled_from(WORDS), max_size=14).map("".join), PARSERS)
 def test_tags_alone_are_left_out(text: str, parsers: tuple[Any, Any]) -> None:
-    reader = AnswerReader(*parsers, TOOLS)
+    reader = AnswerParser(*parsers, TOOLS)
     parts = [*reader.push(text), *reader.finish(is_cut=False)]
     for part in parts:
         if part.kind is Kind.SYNTAX:

@@ -12,8 +12,8 @@ import pytest
 
 from radixrt.checks import nests_deeper, refuse_constant
 from radixrt.frontend.tool_calls import Deltas, message_of
+from radixrt.parsers.answer_parser import AnswerParser
 from radixrt.parsers.json_value import MOST_DEEP
-from radixrt.parsers.reader import AnswerReader
 from radixrt.parsers.source import Kind, Part
 from tests.support.written_answers import PARAMETERS, SYNTAXES, Told, Written, written
 
@@ -62,7 +62,7 @@ def _check(made: Written, random: Random) -> None:
 
 
 def _parts(made: Written, pieces: Any, said: str = "") -> list[Part]:
-    reader = AnswerReader(made.tool_parser, made.reasoning_parser, made.tools, made.is_thinking, said)
+    reader = AnswerParser(made.tool_parser, made.reasoning_parser, made.tools, made.is_thinking, said)
     parts = [part for piece in pieces for part in reader.push(piece)]
     return [*parts, *reader.finish(is_cut=made.is_cut)]
 

@@ -17,11 +17,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from radixrt.errors import DeviceLostError, ParameterError, PassError, PromptError, RadixrtError
-from radixrt.listed import demands_of, listed_requests
 from radixrt.output import CompletionOutput, FinishReason, RequestOutput, Usage
 from radixrt.replicas.group import ReplicaGroup
 from radixrt.replicas.messages import ended_message, state_as_json
 from radixrt.replicas.replica import MAX_RESTARTS, Replica
+from radixrt.request_list import demands_of, request_list
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.activity import Activity
@@ -436,9 +436,9 @@ def test_a_call_is_open_before_its_requests_are_made(monkeypatch: pytest.MonkeyP
             with pytest.raises(RadixrtError) as error:
                 group.generate(tree(3), PARAMS)
             refused.append(str(error.value))
-            return listed_requests(*arguments, **options)
+            return request_list(*arguments, **options)
 
-        monkeypatch.setattr("radixrt.replicas.group.listed_requests", make)
+        monkeypatch.setattr("radixrt.replicas.group.request_list", make)
         assert len(group.generate(tree(5), PARAMS)) == 5
     assert [text[:34] for text in refused] == ["a group answers one call at a time"]
 

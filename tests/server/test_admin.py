@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from radixrt.errors import ParameterError
-from radixrt.files.place import read_place
+from radixrt.files.path_roles import read_role
 from radixrt.runtime import Runtime
 from radixrt.server.admin import Admin
 from radixrt.server.local_socket import local_socket
@@ -40,7 +40,7 @@ def admin(
 ) -> Iterator[httpx.Client]:
     """A client of the actions; the header X-Url says where the server is."""
     (tmp_path / "model").mkdir()
-    url = serving(admin=(Admin(runtime, read_place("the model's folder", tmp_path / "model")), bound))
+    url = serving(admin=(Admin(runtime, read_role("the model's folder", tmp_path / "model")), bound))
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost") as client:
         client.headers["x-url"] = url
         yield client

@@ -15,9 +15,9 @@ from radixrt.output import CompletionOutput, FinishReason, RequestOutput, Stream
 from radixrt.parsers.choosing import Parsers
 from radixrt.sampling_params import SamplingParams
 from radixrt.server.answering import Answering
-from radixrt.server.asked import Asked, read_asked
 from radixrt.server.batches.chats import ServedChats
 from radixrt.server.limits import Limits
+from radixrt.server.openai_request import OpenAIRequest, read_request
 from radixrt.text.chat import Chat
 from radixrt.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support.model_templates import MODEL_TEMPLATES
@@ -38,15 +38,15 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"), OPENING)
 
 
-def asked_of(tokenizer: Tokenizer, parsers: Parsers, said: str | None = None, **more: Any) -> Asked:
+def asked_of(tokenizer: Tokenizer, parsers: Parsers, said: str | None = None, **more: Any) -> OpenAIRequest:
     """What a body asks for whose message goes on, if one is `said`."""
     body = {"messages": [USER], "tools": TOOLS, **more}
     if said is not None:
         body |= {"messages": [USER, {"role": "assistant", "content": said}], "continue_final_message": True}
-    return read_asked(CHAT, body, SamplingParams(), Limits(), parsers, tokenizer, "served")
+    return read_request(CHAT, body, SamplingParams(), Limits(), parsers, tokenizer, "served")
 
 
-def whole(asked: Asked, tokenizer: Tokenizer, text: str, ending: Ending) -> dict[str, Any]:
+def whole(asked: OpenAIRequest, tokenizer: Tokenizer, text: str, ending: Ending) -> dict[str, Any]:
     """The choice of a whole answer."""
     answering: Any = Answering(SimpleNamespace(tokenizer=tokenizer))  # type: ignore[arg-type]
     _, body = answering.body(asked, [_output(text, ending)])
@@ -58,7 +58,7 @@ def _output(text: str, ending: Ending) -> RequestOutput:
     return RequestOutput(0, 0, (answer,), Usage(1, 0, 1, 1), Timings(0.0, 0.0, 0.0), ())
 
 
-def streamed(asked: Asked, tokenizer: Tokenizer, pieces: list[str], ending: Ending) -> dict[str, Any]:
+def streamed(asked: OpenAIRequest, tokenizer: Tokenizer, pieces: list[str], ending: Ending) -> dict[str, Any]:
     """The choice that the events of a stream join to."""
     answering: Any = Answering(SimpleNamespace(tokenizer=tokenizer))  # type: ignore[arg-type]
     events = answering.events(asked, lambda *_: None)
@@ -95,7 +95,7 @@ def without_ids(choice: dict[str, Any]) -> dict[str, Any]:
     return choice
 
 
-def choice_of(asked: Asked, tokenizer: Tokenizer, text: str, ending: Ending) -> dict[str, Any]:
+def choice_of(asked: OpenAIRequest, tokenizer: Tokenizer, text: str, ending: Ending) -> dict[str, Any]:
     """The choice of an answer, whole and in all pieces."""
     found = without_ids(whole(asked, tokenizer, text, ending))
     assert without_ids(streamed(asked, tokenizer, [*text], ending)) == found

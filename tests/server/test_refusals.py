@@ -380,7 +380,7 @@ def test_a_defect_is_not_blamed_on_the_client(
     def broken(*_: object, **__: object) -> None:
         raise ValueError("a secret")
 
-    monkeypatch.setattr(app_module, "read_asked", broken)
+    monkeypatch.setattr(app_module, "read_request", broken)
     with caplog.at_level(logging.ERROR, "uvicorn.error"):
         logging.getLogger("uvicorn.error").addHandler(caplog.handler)
         try:

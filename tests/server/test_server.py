@@ -350,7 +350,7 @@ def test_bodies_that_may_take_time_are_read_beside_the_loop(
         threads.append(threading.current_thread().name)
         raise ParameterError("noted")
 
-    for name in ("read_asked", "read_generate"):
+    for name in ("read_request", "read_generate"):
         monkeypatch.setattr(f"radixrt.server.app.{name}", noted)
     assert "noted" in httpx.post(serving() + path, json=body).text
     assert [not name.startswith("radixrt-server") for name in threads] == [is_soon]

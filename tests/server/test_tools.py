@@ -21,8 +21,8 @@ from radixrt.parsers.choosing import Parsers, chosen
 from radixrt.runtime import Runtime
 from radixrt.sampling_params import SamplingParams
 from radixrt.server.app import Server
-from radixrt.server.asked import read_asked
 from radixrt.server.limits import Limits
+from radixrt.server.openai_request import read_request
 from radixrt.text.tokenizer import load_tokenizer
 from tests.support.chat_templates import GPT_OSS
 from tests.support.checkpoints import gpt_oss, write
@@ -188,7 +188,7 @@ def test_a_call_that_must_be(parsers: Parsers, more: dict[str, Any], serving: Se
 )
 def test_one_call_that_must_be_or_several(more: dict[str, Any], are_several: bool) -> None:
     """A named function is called once."""
-    asked = read_asked(
+    asked = read_request(
         CHAT, {**ASK, "tools": TOOLS, **more}, SamplingParams(), Limits(), Parsers("hermes"), None, "served"
     )
     assert asked.params.grammar is not None
@@ -337,7 +337,7 @@ def test_thoughts_that_the_template_has_opened(more: dict[str, Any], is_thinking
     parsers = chosen(tokenizer)
     assert parsers == Parsers(None, "think")
     body = {"messages": ASK["messages"], **more}
-    asked = read_asked(CHAT, body, SamplingParams(), Limits(), parsers, tokenizer, "served")
+    asked = read_request(CHAT, body, SamplingParams(), Limits(), parsers, tokenizer, "served")
     assert asked.reading is not None
     assert asked.reading.is_thinking == is_thinking
     assert asked.params.skip_special_tokens
@@ -349,7 +349,7 @@ def test_models_that_have_no_tools(serving: Serving, runtime: Runtime, tmp_path:
     response = httpx.post(f"{url}/v1/chat/completions", json={**ASK, "tools": TOOLS, "tool_choice": "required"})
     assert "no parser of this model's calls is chosen (--tool-parser)" in response.json()["error"]["message"]
     tokenizer = chat_tokenizer(tmp_path, CHATML)
-    asked = read_asked(
+    asked = read_request(
         CHAT, {**ASK, "tools": TOOLS}, SamplingParams(), Limits(), chosen(tokenizer), tokenizer, "served"
     )
     with pytest.raises(

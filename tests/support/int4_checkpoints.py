@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from layers.formats.int4 import Words
+from layers.formats.int4 import Int4Packing
 from tests.support import checkpoints
 from tests.support.quantised_checkpoints import LINEAR
 from triton_ops.linear.int4_linear import GROUP
@@ -45,15 +45,15 @@ def packed_config(weights: dict[str, Any] | None = None, **changes: Any) -> dict
     }
 
 
-FORMATS: dict[Words, dict[str, Any]] = {
-    Words.AWQ: awq_config(),
-    Words.GPTQ: gptq_config(),
-    Words.GPTQ_V2: gptq_config(checkpoint_format="gptq_v2", sym=True),
-    Words.COMPRESSED: packed_config(),
+FORMATS: dict[Int4Packing, dict[str, Any]] = {
+    Int4Packing.AWQ: awq_config(),
+    Int4Packing.GPTQ: gptq_config(),
+    Int4Packing.GPTQ_V2: gptq_config(checkpoint_format="gptq_v2", sym=True),
+    Int4Packing.COMPRESSED: packed_config(),
 }
 
 
-def write(model: Any, folder: Path, words: Words, **changes: Any) -> Any:
+def write(model: Any, folder: Path, words: Int4Packing, **changes: Any) -> Any:
     """Save `model` in 4 bits into `folder`; `changes` go to its quantization_config.
 
     Returns transformers' model of the numbers that the checkpoint stands for, in float32.
@@ -69,7 +69,8 @@ def write(model: Any, folder: Path, words: Words, **changes: Any) -> Any:
             stored[name] = weight
             continue
         with torch.device("cpu"):
-            values, scales, zeros = quantised(weight, symmetric=words in (Words.COMPRESSED, Words.GPTQ_V2))
+            symmetric = words in (Int4Packing.COMPRESSED, Int4Packing.GPTQ_V2)
+            values, scales, zeros = quantised(weight, symmetric=symmetric)
             weights[name] = dequantised(values, scales, zeros)
             parts = packed(values, scales, zeros, words)
         stored |= {f"{match[1]}.{kind}": tensor for kind, tensor in parts.items()}
@@ -102,17 +103,17 @@ def dequantised(values: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
     return (values - zeros).float() * scales.float()
 
 
-def packed(values: Tensor, scales: Tensor, zeros: Tensor, words: Words) -> dict[str, Tensor]:
+def packed(values: Tensor, scales: Tensor, zeros: Tensor, words: Int4Packing) -> dict[str, Tensor]:
     """The tensors of a layer, by the last part of their names."""
-    if words is Words.COMPRESSED:
+    if words is Int4Packing.COMPRESSED:
         shape = torch.tensor(values.shape)
         return {"weight_packed": _words(values), "weight_scale": scales, "weight_shape": shape}
-    if words is Words.AWQ:
+    if words is Int4Packing.AWQ:
         mixed = [each.T.unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1) for each in (values, zeros)]
         return {"qweight": _words(mixed[0]), "qzeros": _words(mixed[1]), "scales": scales.T.contiguous()}
     return {
         "qweight": _words(values).T.contiguous(),
-        "qzeros": _words(zeros.T - int(words is Words.GPTQ)),
+        "qzeros": _words(zeros.T - int(words is Int4Packing.GPTQ)),
         "scales": scales.T.contiguous(),
         "g_idx": torch.arange(values.shape[1], dtype=torch.int32) // GROUP,
     }

@@ -63,7 +63,7 @@ class Watch:
 
 
 @dataclass
-class Asked:
+class OpenAIRequest:
     """A request of the walk: what it asks, and what has come of it."""
 
     prompt: list[int]
@@ -90,7 +90,7 @@ class RankWalk:
     ) -> None:
         self.both, self.alone, self._watch, self._weights = both, alone, watch, weights
         self.rng, self.events = random.Random(seed), Counter[str]()
-        self.asked: list[Asked] = []  # with the present weights
+        self.asked: list[OpenAIRequest] = []  # with the present weights
         self._kept, self._kept_of = kept, Path()
         self._trunks = [[self.rng.randrange(3, 1600) for _ in range(24)] for _ in range(3)]
 
@@ -141,7 +141,7 @@ class RankWalk:
     def submit(self) -> None:
         self.events["submit"] += 1
         for _ in range(self.rng.randrange(1, 5)):
-            asked = Asked(self.prompt(), self.params())
+            asked = OpenAIRequest(self.prompt(), self.params())
             asked.request = self.both.prepare(asked.prompt, asked.params, priority=self.rng.choice([0, 0, 1]))
             self.asked.append(asked)
             self.both.submit(asked.request)
@@ -153,7 +153,7 @@ class RankWalk:
                 by_id[output.id].output = output
 
     def open_stream(self) -> None:
-        asked = Asked(self.prompt(), self.params())
+        asked = OpenAIRequest(self.prompt(), self.params())
         asked.stream = self.both.stream(asked.prompt, asked.params)
         self.asked.append(asked)
         self._read(asked)
@@ -200,10 +200,10 @@ class RankWalk:
         self.alone.update_weights(self._weights[0])
         self.events["update"] += 1
 
-    def streams(self) -> list[Asked]:
+    def streams(self) -> list[OpenAIRequest]:
         return [one for one in self.asked if one.stream is not None and not one.is_left and one.output is None]
 
-    def _read(self, asked: Asked) -> None:
+    def _read(self, asked: OpenAIRequest) -> None:
         assert asked.stream is not None
         chunk = next(asked.stream)
         asked.came.setdefault(chunk.index, []).extend(chunk.token_ids)

@@ -55,7 +55,7 @@ class Written:
 
     Attributes:
         text: what the model wrote.
-        tool_parser, reasoning_parser, tools, is_thinking: what an AnswerReader gets.
+        tool_parser, reasoning_parser, tools, is_thinking: what an AnswerParser gets.
         is_cut: whether its length has ended it.
         meant: what clients are to be told; None: nobody knows.
     """

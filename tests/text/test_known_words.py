@@ -80,7 +80,7 @@ def test_each_word_is_encoded_once_where_many_are_alike(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("processors", "is_used"), [(2, True), (5, False)])
 def test_with_few_processors_alone(processors: int, is_used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer, "usable_processors", lambda: processors)
+    monkeypatch.setattr(tokenizer, "usable_cpus", lambda: processors)
     seen: list[int] = []
     encode = KnownWords.encode
 

@@ -20,7 +20,7 @@ from radixrt.bench.throughput.transformers_batching import TransformersBatching
 
 MAX_REQUESTS, PASS_TOKENS = 512, 16_384  # of passes; radixrt runs up to 2,048 requests at once by default
 
-Listed = list[tuple[Any, int]]
+TokenRequests = list[tuple[Any, int]]
 """Prompts, all of them token ids or all texts, with the number of tokens to generate for each."""
 
 
@@ -30,10 +30,10 @@ class Engine(Protocol):
     name: str
     settings: dict[str, Any]
 
-    def warm_up(self, warm_up: Listed, prompts: Listed, temperature: float) -> None:
+    def warm_up(self, warm_up: TokenRequests, prompts: TokenRequests, temperature: float) -> None:
         """Get ready to answer `prompts`, by other prompts of their kind; nothing is cached then."""
 
-    def answer(self, prompts: Listed, temperature: float) -> int:
+    def answer(self, prompts: TokenRequests, temperature: float) -> int:
         """Answer a list in one call. Returns the number of generated tokens."""
 
 
@@ -60,12 +60,12 @@ class VLLM:
         self._params = vllm.SamplingParams
         self.name = f"vLLM {vllm.__version__}"
 
-    def warm_up(self, warm_up: Listed, prompts: Listed, temperature: float) -> None:
+    def warm_up(self, warm_up: TokenRequests, prompts: TokenRequests, temperature: float) -> None:
         self.answer(warm_up, temperature)
         if self._llm.reset_prefix_cache() is False:
             raise RuntimeError("vLLM's prefix cache could not be emptied")
 
-    def answer(self, prompts: Listed, temperature: float) -> int:
+    def answer(self, prompts: TokenRequests, temperature: float) -> int:
         detokenize = not self.settings["skip_tokenizer_init"]
         outputs = self._llm.generate(
             [{self._given_as: prompt} for prompt, _ in prompts],
@@ -101,11 +101,11 @@ class SGLang:
         self._engine = sglang.Engine(model_path=model, **self.settings)
         self.name = f"SGLang {sglang.__version__}"
 
-    def warm_up(self, warm_up: Listed, prompts: Listed, temperature: float) -> None:
+    def warm_up(self, warm_up: TokenRequests, prompts: TokenRequests, temperature: float) -> None:
         self.answer(warm_up, temperature)
         self._engine.flush_cache()
 
-    def answer(self, prompts: Listed, temperature: float) -> int:
+    def answer(self, prompts: TokenRequests, temperature: float) -> int:
         outputs = self._engine.generate(
             **{self._given_as: [prompt for prompt, _ in prompts]},
             sampling_params=[

@@ -8,7 +8,7 @@ from radixrt.frontend.tool_calls import asked_tools, message_of
 from radixrt.output import CompletionOutput
 from radixrt.parsers.choosing import Parsers
 from radixrt.sampling_params import SamplingParams
-from radixrt.server.reading import FormRefusal, Reading, reading_of, without_tools
+from radixrt.server.answer_parsing import AnswerParsing, FormRefusal, parsing_of, without_tools
 from radixrt.text.chat import Chat
 from radixrt.text.tokenizer import Tokenizer
 
@@ -32,7 +32,7 @@ class ServedChats:
 
         Raises ParameterError, PromptError or TokenizerError, by name.
         """
-        reading, params = reading_of(given, chat, params, self._parsers, self._tokenizer, self._refusal)
+        reading, params = parsing_of(given, chat, params, self._parsers, self._tokenizer, self._refusal)
         if reading is None:
             return None, params
         told = {name: given[name] for name in _OF_TOOLS if name in given and reading.tools is not None}
@@ -43,5 +43,5 @@ class ServedChats:
         """The message of an answer, and whether it ends with calls."""
         tools = asked_tools({name: value for name, value in reading.items() if name in _OF_TOOLS})
         has_form, said = reading.get("has_form", False), reading.get("said", "")  # earlier versions had neither
-        read = Reading(self._parsers, tools, reading["is_thinking"], said, has_form)
+        read = AnswerParsing(self._parsers, tools, reading["is_thinking"], said, has_form)
         return message_of(read.parts(answer))

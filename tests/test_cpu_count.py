@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from radixrt.processors import usable_processors
+from radixrt.cpu_count import usable_cpus
 from radixrt.runtime import Runtime
 
 PROCESSORS = 12
@@ -58,7 +58,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
     ],
 )
 def test_quotas(tmp_path: Path, files: dict[str, str], expected: int) -> None:
-    assert usable_processors(write(tmp_path, files)) == expected
+    assert usable_cpus(write(tmp_path, files)) == expected
 
 
 @pytest.mark.parametrize(("usable", "given", "expected"), [(2, None, 2), (8, None, 3), (2, 4, 4)])
@@ -66,7 +66,7 @@ def test_threads_of_a_runtime(
     monkeypatch: pytest.MonkeyPatch, usable: int, given: int | None, expected: int
 ) -> None:
     before = torch.get_num_threads()
-    monkeypatch.setattr("radixrt.ranks.rank.usable_processors", lambda: usable)
+    monkeypatch.setattr("radixrt.ranks.rank.usable_cpus", lambda: usable)
     try:
         torch.set_num_threads(3)
         with Runtime(device="cpu", threads=given):

@@ -1,4 +1,4 @@
-"""`AnswerReader`: one answer, taken apart as it comes."""
+"""`AnswerParser`: one answer, taken apart as it comes."""
 
 # Tests: tests/parsers/test_parsers.py
 
@@ -23,7 +23,7 @@ _BEGINS_CALL = {
 _CALLS = {"hermes": hermes, "llama3_json": llama3_json, "qwen3_coder": qwen3_coder}
 
 
-class AnswerReader:
+class AnswerParser:
     """Takes the text of one answer in pieces, and gives its parts as soon as they are certain.
 
     What they are does not depend on where pieces end, and no text is lost: what is no call in the syntax of the
@@ -141,7 +141,7 @@ class AnswerReader:
             return
         if reasoning_parser == THINK and (unclosed := (yield from think(source, is_thinking))):
             if self._repeats and not source.is_cut:  # the model has answered, without thoughts
-                again = AnswerReader(tool_parser, None, tools, has_form=self._has_form)
+                again = AnswerParser(tool_parser, None, tools, has_form=self._has_form)
                 for part in (*again.push(unclosed.lstrip()), *again.finish(is_cut=False)):
                     yield replace(part, raw="")
             return

@@ -27,7 +27,7 @@ _OF_SCHEMA = ("name", "description", "schema", "strict")
 
 
 @dataclass(frozen=True)
-class AskedForm:
+class FormSpec:
     """A form before it is compiled.
 
     Attributes:

@@ -6,26 +6,26 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from radixrt.asked_form import FORM_FIELDS, AskedForm
 from radixrt.errors import ParameterError
+from radixrt.form_spec import FORM_FIELDS, FormSpec
 from radixrt.frontend.openai import is_cut
 from radixrt.frontend.tool_calls import NONE, asked_choice, asked_tools
 from radixrt.output import CompletionOutput
+from radixrt.parsers.answer_parser import AnswerParser
 from radixrt.parsers.choosing import Parsers
 from radixrt.parsers.forcing import TOKEN_TAGS, Syntax, call_or_form_grammar, forced_grammar
 from radixrt.parsers.names import HARMONY, TAGS, THINK
-from radixrt.parsers.reader import AnswerReader
 from radixrt.parsers.source import Part, Tools
 from radixrt.parsers.thinking import is_within_thoughts, opens_thoughts
 from radixrt.sampling_params import SamplingParams
 from radixrt.text.chat import Chat
 from radixrt.text.tokenizer import Tokenizer
 
-FormRefusal = Callable[[AskedForm], "str | None"]
+FormRefusal = Callable[[FormSpec], "str | None"]
 
 
 @dataclass(frozen=True)
-class Reading:
+class AnswerParsing:
     """What is to be found in an answer.
 
     Attributes:
@@ -42,10 +42,10 @@ class Reading:
     said: str = ""
     has_form: bool = False
 
-    def reader(self) -> AnswerReader:
+    def reader(self) -> AnswerParser:
         """Of one answer."""
         parsers = self.parsers
-        return AnswerReader(
+        return AnswerParser(
             parsers.tools, parsers.reasoning, self.tools, self.is_thinking, said=self.said, has_form=self.has_form
         )
 
@@ -56,21 +56,21 @@ class Reading:
 
 
 def without_tools(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A body for its prompt and its parameters: without the choice among tools, which is for `reading_of`, and
+    """A body for its prompt and its parameters: without the choice among tools, which is for `parsing_of`, and
     without tools where none is to be called, so that the model sees none.
     """
     left_out = ("tool_choice", "tools") if given.get("tool_choice") == NONE else ("tool_choice",)
     return {name: value for name, value in given.items() if name not in left_out}
 
 
-def reading_of(
+def parsing_of(
     given: Mapping[str, Any],
     chat: Chat,
     params: SamplingParams,
     parsers: Parsers,
     tokenizer: Tokenizer | None,
     refusal: FormRefusal = lambda form: None,
-) -> tuple[Reading | None, SamplingParams]:
+) -> tuple[AnswerParsing | None, SamplingParams]:
     """How answers to a chat are read, None where text stays as it is; and with which parameters they are made.
 
     `refusal` tells why a form cannot be one, or None. Raises ParameterError or PromptError by name, TokenizerError
@@ -96,12 +96,12 @@ def reading_of(
     # Without any parts the form is that of the whole answer, and that has no thoughts.
     if tokenizer is not None and (must_call or form is not None or params.form is None):
         is_thinking, said = _beginning(chat, parsers, tokenizer)
-    reading = Reading(parsers, tools, is_thinking, said)
+    reading = AnswerParsing(parsers, tools, is_thinking, said)
     goes_on_thinking = parsers.reasoning == THINK and is_within_thoughts(is_thinking, said)
     if must_call or form is not None:
         _check_can_begin(reading, "a form" if form is not None else "tool_choice")
     if form is not None:  # which begins where the answer goes on
-        reading = Reading(parsers, tools, goes_on_thinking, has_form=True)
+        reading = AnswerParsing(parsers, tools, goes_on_thinking, has_form=True)
     syntax = Syntax(parsers.tools if can_call else None, parsers.reasoning, goes_on_thinking, _tag_ids(tokenizer))
     grammar = None
     if must_call:
@@ -151,7 +151,7 @@ def _place_of_last(chat: Chat, prompt: str, tokenizer: Tokenizer) -> int:
     return max(prompt.rfind(end, 0, least) for end in "\n>") + 1
 
 
-def _check_can_begin(reading: Reading, what: str) -> None:
+def _check_can_begin(reading: AnswerParsing, what: str) -> None:
     """Raise ParameterError where a form or a call that `what` asks for would begin within something else."""
     within = "within a call" if reading.reader().has_open_call else None
     if reading.parsers.reasoning == HARMONY and reading.said:
@@ -160,7 +160,7 @@ def _check_can_begin(reading: Reading, what: str) -> None:
         raise ParameterError(f"{what} cannot begin where the message that goes on ends: {within}; leave one out")
 
 
-def _are_special(reading: Reading, tokenizer: Tokenizer) -> bool:
+def _are_special(reading: AnswerParsing, tokenizer: Tokenizer) -> bool:
     """Whether a tag that is looked for is lost where special tokens are left out."""
     names = (reading.parsers.reasoning, reading.parsers.tools if reading.tools is not None else None)
     tags = [tag for name in names if name is not None for tag in TAGS[name]]
@@ -168,7 +168,7 @@ def _are_special(reading: Reading, tokenizer: Tokenizer) -> bool:
     return any(tag not in text for tag, text in zip(tags, texts, strict=True))
 
 
-def _form_of_content(form: AskedForm | None, can_call: bool, refusal: FormRefusal) -> AskedForm | None:
+def _form_of_content(form: FormSpec | None, can_call: bool, refusal: FormRefusal) -> FormSpec | None:
     """The form that is of an answer's content alone, beside calls and after thoughts; None: there is none.
 
     A grammar is of the whole answer, with all its tags. Raises ParameterError for a form that can only be of the
@@ -185,7 +185,7 @@ def _form_of_content(form: AskedForm | None, can_call: bool, refusal: FormRefusa
 
 
 def _can_be(refusal: FormRefusal) -> Callable[[str], bool]:
-    return lambda grammar: refusal(AskedForm("grammar", grammar)) is None
+    return lambda grammar: refusal(FormSpec("grammar", grammar)) is None
 
 
 def _tag_ids(tokenizer: Tokenizer | None) -> dict[str, int]:

@@ -14,7 +14,7 @@ from radixrt.files.standard import STANDARD
 
 
 @dataclass(frozen=True)
-class Place:
+class PathRole:
     """A file of a command, or a folder with all that is in it.
 
     Attributes:
@@ -28,17 +28,17 @@ class Place:
     written: bool = False
 
 
-def read_place(what: str, path: str | Path) -> list[Place]:
+def read_role(what: str, path: str | Path) -> list[PathRole]:
     """What a command reads at a path; nothing for standard input."""
-    return [] if path == STANDARD else [Place(what, Path(path))]
+    return [] if path == STANDARD else [PathRole(what, Path(path))]
 
 
-def written_place(what: str, path: Path) -> list[Place]:
+def written_role(what: str, path: Path) -> list[PathRole]:
     """A file that a command writes in one step, with its partial file."""
-    return [Place(what, path, True), Place(f"the partial file of {what}", partial_path(path), True)]
+    return [PathRole(what, path, True), PathRole(f"the partial file of {what}", partial_path(path), True)]
 
 
-def check_apart(places: Sequence[Place]) -> None:
+def check_apart(places: Sequence[PathRole]) -> None:
     """Raise BatchFileError if a place that is written is another one, is inside of it, or has it inside.
 
     Symbolic and hard links to a place are that place.

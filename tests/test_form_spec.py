@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from radixrt import ParameterError, SamplingParams
-from radixrt.asked_form import MAX_FORM_LENGTH, MAX_SCHEMA_DEPTH, AskedForm
+from radixrt.form_spec import MAX_FORM_LENGTH, MAX_SCHEMA_DEPTH, FormSpec
 from radixrt.frontend.openai import CHAT, sampling_values
 from radixrt.frontend.sampling_aliases import sampling_params_from_dict
 
@@ -31,13 +31,13 @@ def test_each_kind() -> None:
     by_dict = SamplingParams(json_schema=SCHEMA)
     assert by_dict == SamplingParams(json_schema=json.dumps(SCHEMA, indent=2))
     assert by_dict.json_schema == TEXT
-    assert by_dict.form == AskedForm("json_schema", TEXT)
+    assert by_dict.form == FormSpec("json_schema", TEXT)
     assert hash(by_dict) == hash(replace(by_dict))
-    assert SamplingParams(json_object=True).form == AskedForm("json_schema", '{"type":"object"}')
-    assert SamplingParams(regex=r"\d+", form_engine="xgrammar").form == AskedForm("regex", r"\d+", "xgrammar")
-    assert SamplingParams(grammar='start: "a"').form == AskedForm("grammar", 'start: "a"')
+    assert SamplingParams(json_object=True).form == FormSpec("json_schema", '{"type":"object"}')
+    assert SamplingParams(regex=r"\d+", form_engine="xgrammar").form == FormSpec("regex", r"\d+", "xgrammar")
+    assert SamplingParams(grammar='start: "a"').form == FormSpec("grammar", 'start: "a"')
     assert SamplingParams(choice=["yes", "no"]).choice == ("yes", "no")
-    assert SamplingParams(choice=["yes", "no"]).form == AskedForm("choice", '["yes", "no"]')
+    assert SamplingParams(choice=["yes", "no"]).form == FormSpec("choice", '["yes", "no"]')
     assert SamplingParams().form is None
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-class Place(Protocol):
+class CheckpointSlot(Protocol):
     """Where a stored tensor of this shape goes: a tensor of the model, or what makes one of it.
 
     A place of a dtype of 8 bits takes that dtype alone, any other takes all floats of more bits.
@@ -30,7 +30,7 @@ class Place(Protocol):
 
 @dataclass(frozen=True)
 class Filled:
-    """A `Place` that gives what it takes to `fill`."""
+    """A `CheckpointSlot` that gives what it takes to `fill`."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -44,7 +44,7 @@ class Filled:
 class Packed:
     """The place of parts stored as one tensor, which `whole` takes; `sizes` are those of their outputs."""
 
-    whole: Place
+    whole: CheckpointSlot
     sizes: tuple[int, ...]
 
     @property
@@ -59,7 +59,7 @@ class Packed:
         self.whole.copy_(source)
 
 
-def unpacked(place: Place) -> Place:
+def unpacked(place: CheckpointSlot) -> CheckpointSlot:
     """What takes the stored tensor."""
     return place.whole if isinstance(place, Packed) else place
 

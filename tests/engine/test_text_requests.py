@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from radixrt import ContextLengthError, ParameterError, PromptError, RunLimits, Runtime, listed
+from radixrt import ContextLengthError, ParameterError, PromptError, RunLimits, Runtime, request_list
 from radixrt import SamplingParams as Params
 from radixrt.errors import RadixrtError
 from radixrt.frontend.arguments import Call
@@ -19,7 +19,7 @@ from radixrt.planning.simulated import ConstantRunner, simulated_parts
 from radixrt.schedule.passes import Pass
 from radixrt.text import text_tree
 from radixrt.text.codec import JsonCodec
-from tests.engine.test_late_requests import is_empty
+from tests.engine.test_lazy_requests import is_empty
 from tests.support.small_tokenizers import small_tokenizer
 
 TOKENIZER = small_tokenizer("byte level")
@@ -78,12 +78,12 @@ def test_all_is_as_if_they_had_been_encoded_before(monkeypatch: pytest.MonkeyPat
     params = [Params(max_new_tokens=1 + index % 5, n=1 + index % 2) for index in range(len(texts))]
     seeds: list[list[int]] = []
     found: list[list[tuple[int, int, tuple[int, ...]]]] = []
-    for fewest in (listed.FEWEST, 10**9):
+    for fewest in (request_list.FEWEST, 10**9):
         monkeypatch.setattr(listed, "FEWEST", fewest)
         with runtime_of(NotedRunner()) as runtime:
             if fewest < len(texts):
                 _, requests = runtime._late(texts, params, Call())
-                assert isinstance(requests, listed.LateTexts)
+                assert isinstance(requests, request_list.TextRequests)
             else:
                 _, requests = runtime._builder.build_all(texts, params, Call())
             known = {requests[i].index: requests[i].seed for i in range(requests_known(requests))}
@@ -96,7 +96,8 @@ def test_all_is_as_if_they_had_been_encoded_before(monkeypatch: pytest.MonkeyPat
 
 
 def requests_known(requests: Any) -> int:
-    known: int = requests.known(len(requests) - 1, 30) if isinstance(requests, listed.LateTexts) else len(requests)
+    are_texts = isinstance(requests, request_list.TextRequests)
+    known: int = requests.known(len(requests) - 1, 30) if are_texts else len(requests)
     assert known == len(requests)
     return known
 
@@ -169,7 +170,7 @@ def test_what_can_be_read_once_is_read_once() -> None:
 def test_texts_that_are_not_submitted_are_not_encoded() -> None:
     with runtime_of(NotedRunner()) as runtime:
         _, requests = runtime._late(texts_of(200), SHORT, Call())
-        assert isinstance(requests, listed.LateTexts)
+        assert isinstance(requests, request_list.TextRequests)
         assert not [each for each in threading.enumerate() if each.name == "radixrt-encoding"]
 
 

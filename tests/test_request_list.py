@@ -12,13 +12,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from radixrt import listed
+from radixrt import request_list as lists
 from radixrt.errors import ParameterError, PromptError
 from radixrt.frontend.arguments import Call
 from radixrt.frontend.request_builder import RequestBuilder
-from radixrt.listed import Listed, demands_of, listed_requests, store_of
 from radixrt.planning.simulated import NoWeights
 from radixrt.planning.token_store import TokenStore
+from radixrt.request_list import TokenRequests, demands_of, request_list, store_of
 from radixrt.sampling_params import SamplingParams
 from radixrt.schedule.request import Request
 from radixrt.text.tokenizer import Tokenizer
@@ -81,7 +81,7 @@ def told(request: Request) -> list[Any]:
 def check(requests: Sequence[Request], expected: Sequence[Request]) -> None:
     store = TokenStore.of(request.prompt_ids for request in expected)
     found, demands = store_of(requests)
-    if isinstance(requests, Listed):
+    if isinstance(requests, TokenRequests):
         in_order, by_tokens = requests.in_order(), sorted(expected, key=lambda each: each.prompt_ids.tolist())
         assert list(in_order.ids) == [request.id for request in in_order]
         assert list(map(told, in_order[1:])) == list(map(told, by_tokens[1:]))
@@ -138,7 +138,7 @@ def test_it_is_that_of_a_builder(lists: tuple[list[Any], list[Any]], on_error: A
         patch.setattr(listed, "COPIED_AT_ONCE", 3)  # by several threads
         patch.setattr(listed, "FEWEST", 1)
         once = {name: iter(value) if isinstance(value, list) else value for name, value in arguments.items()}
-        outputs, found = result_or_error(partial(listed_requests, builder()), prompts, iter(params), Call(**once))
+        outputs, found = result_or_error(partial(request_list, builder()), prompts, iter(params), Call(**once))
         refused, expected = result_or_error(builder().build_all, prompts, params, Call(**arguments))
     if found is None or expected is None:
         assert outputs == refused, "the same error"
@@ -152,12 +152,12 @@ def test_it_is_that_of_a_builder(lists: tuple[list[Any], list[Any]], on_error: A
 
 
 def test_requests_are_made_when_they_are_wanted_and_keep_their_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = [np.arange(1 + n % 5, dtype=np.int32) for n in range(listed.FEWEST)]
+    prompts = [np.arange(1 + n % 5, dtype=np.int32) for n in range(lists.FEWEST)]
     made: list[Any] = []
     alike = RequestBuilder.alike
     monkeypatch.setattr(RequestBuilder, "alike", lambda *given: made.append(given) or alike(*given))
-    _, requests = listed_requests(builder(), prompts, PARAMS[2], Call())
-    assert isinstance(requests, Listed)
+    _, requests = request_list(builder(), prompts, PARAMS[2], Call())
+    assert isinstance(requests, TokenRequests)
     expected = [prompt.tolist() for prompt in prompts]
     for prompt in prompts:
         prompt[:] = 9
@@ -170,7 +170,7 @@ def test_requests_are_made_when_they_are_wanted_and_keep_their_prompts(monkeypat
         "an output that is kept would keep the prompts of the whole list"
     )
     made.clear()
-    _, few = listed_requests(builder(), prompts[1:], PARAMS[2], Call())
+    _, few = request_list(builder(), prompts[1:], PARAMS[2], Call())
     assert len(few) == len(prompts) - 1
     assert [*few] == [*few]
     assert not made, "those of a short list are made at once"
@@ -178,7 +178,7 @@ def test_requests_are_made_when_they_are_wanted_and_keep_their_prompts(monkeypat
 
 def test_parameters_that_are_made_when_they_are_asked_for() -> None:
     """Such as those of a data set's column: each time others, perhaps where those before were."""
-    count = listed.FEWEST
+    count = lists.FEWEST
 
     class Column(Sequence[Any]):
         def __len__(self) -> int:
@@ -189,8 +189,8 @@ def test_parameters_that_are_made_when_they_are_asked_for() -> None:
                 raise IndexError
             return SamplingParams(max_new_tokens=1 + index % 4)
 
-    _, found = listed_requests(builder(), arrays(*([1] for _ in range(count))), Column(), Call())
-    assert isinstance(found, Listed)
+    _, found = request_list(builder(), arrays(*([1] for _ in range(count))), Column(), Call())
+    assert isinstance(found, TokenRequests)
     assert [request.max_new_tokens for request in found] == [1 + index % 4 for index in range(count)]
 
 
@@ -204,8 +204,8 @@ def test_no_text_is_encoded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Tokenizer, "encode_batch", noted)
     own = RequestBuilder(NoWeights(256).config, letters(), context_length=CONTEXT)
-    prompts: list[Any] = [f"a {n}" for n in range(listed.FEWEST)]
-    refused, requests = listed_requests(own, [*prompts, [-1]], PARAMS[2], Call(on_error="return"))
+    prompts: list[Any] = [f"a {n}" for n in range(lists.FEWEST)]
+    refused, requests = request_list(own, [*prompts, [-1]], PARAMS[2], Call(on_error="return"))
     assert [output.index for output in refused] == [len(prompts)]
     assert len(requests) == len(prompts)
     assert encoded == prompts
@@ -213,4 +213,4 @@ def test_no_text_is_encoded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_wrong_number_of_parameters() -> None:
     with pytest.raises(ParameterError, match="2 sampling_params for 64 prompts"):
-        listed_requests(builder(), [[1]] * 64, [None, None], Call())
+        request_list(builder(), [[1]] * 64, [None, None], Call())

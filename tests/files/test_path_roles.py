@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from radixrt.errors import BatchFileError
-from radixrt.files.place import check_apart, check_target, read_place, written_place
+from radixrt.files.path_roles import check_apart, check_target, read_role, written_role
 
 
 @pytest.fixture
@@ -26,16 +26,16 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-READ = [*read_place("the input", "in"), *read_place("the model's folder", "model")]
+READ = [*read_role("the input", "in"), *read_role("the model's folder", "model")]
 
 
 @pytest.mark.parametrize("name", ["in", "soft", "hard", "./model/../in", "dangling", "out", "out.partial"])
 def test_a_file_that_is_another_one(here: Path, name: str) -> None:
-    first = written_place("the output", Path("out"))
+    first = written_role("the output", Path("out"))
     with pytest.raises(
         BatchFileError, match=r"the page .* is (the input|(the partial file of )?the output); give"
     ):
-        check_apart([*READ, *first, *written_place("the page", Path(name))])
+        check_apart([*READ, *first, *written_role("the page", Path(name))])
 
 
 @pytest.mark.parametrize(
@@ -43,22 +43,22 @@ def test_a_file_that_is_another_one(here: Path, name: str) -> None:
 )
 def test_a_file_of_a_folder(here: Path, name: str) -> None:
     with pytest.raises(BatchFileError, match=r"the page .* is in the model's folder model; put it somewhere else"):
-        check_apart([*READ, *written_place("the page", Path(name))])
+        check_apart([*READ, *written_role("the page", Path(name))])
 
 
 def test_a_partial_file_that_is_the_input(here: Path) -> None:
     with pytest.raises(BatchFileError, match=r"the partial file of the page in\.partial is the input"):
-        check_apart([*read_place("the input", "in.partial"), *written_place("the page", Path("in"))])
+        check_apart([*read_role("the input", "in.partial"), *written_role("the page", Path("in"))])
 
 
 def test_a_folder_that_is_written_to(here: Path) -> None:
     with pytest.raises(BatchFileError, match="the input model/weights is in the page model, which is written to"):
-        check_apart([*read_place("the input", "model/weights"), *written_place("the page", Path("model"))])
+        check_apart([*read_role("the input", "model/weights"), *written_role("the page", Path("model"))])
 
 
 def test_files_apart(here: Path) -> None:
-    written = [place for name in ("a", "b", "models", "in.jsonl") for place in written_place(name, Path(name))]
-    check_apart([*READ, *READ, *written, *read_place("the input", "-")])
+    written = [place for name in ("a", "b", "models", "in.jsonl") for place in written_role(name, Path(name))]
+    check_apart([*READ, *READ, *written, *read_role("the input", "-")])
 
 
 @pytest.mark.parametrize("name", ["in", "new"])

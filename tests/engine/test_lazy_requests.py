@@ -12,7 +12,7 @@ from weakref import ref
 
 import pytest
 
-from radixrt import FinishReason, ParameterError, RunLimits, Runtime, listed
+from radixrt import FinishReason, ParameterError, RunLimits, Runtime, request_list
 from radixrt import SamplingParams as Params
 from radixrt.arrays import Int32Array
 from radixrt.engine.calls import OutputCall

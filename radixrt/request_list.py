@@ -11,6 +11,7 @@ from typing import TypeGuard, cast
 import numpy as np
 
 from radixrt.arrays import Int32Array, Int64Array
+from radixrt.cpu_count import usable_cpus
 from radixrt.errors import ParameterError, PromptError, RadixrtError, TokenizerError
 from radixrt.frontend.arguments import Call, Params, Prompt, named_together, read_params
 from radixrt.frontend.request_builder import RequestBuilder
@@ -19,9 +20,8 @@ from radixrt.pauses import with_pauses
 from radixrt.planning.demands import Demands
 from radixrt.planning.token_store import TokenStore
 from radixrt.prefixes.order import prefix_order
-from radixrt.processors import usable_processors
 from radixrt.sampling_params import SamplingParams
-from radixrt.schedule.request import LateRequests, Request
+from radixrt.schedule.request import LazyRequests, Request
 from radixrt.text.chat import check_unicode
 from radixrt.text.excess import may_exceed
 from radixrt.text.text_tree import TextTree
@@ -33,7 +33,7 @@ _INT32 = np.dtype(np.int32)
 FEWEST = 64  # prompts: requests for fewer are made at once
 
 
-def listed_requests(
+def request_list(
     builder: RequestBuilder,
     prompts: Sequence[Prompt],
     params: Params | Iterable[Params],
@@ -41,9 +41,9 @@ def listed_requests(
     *,
     sorts: bool = False,
 ) -> tuple[list[RequestOutput], Sequence[Request]]:
-    """What `RequestBuilder.build_all` makes or raises. Those of a long list without errors are `Listed`.
+    """What `RequestBuilder.build_all` makes or raises. Those of a long list without errors are `TokenRequests`.
 
-    If whoever serves them `sorts`, they come in an order that suits prefixes, and those of texts are `LateTexts`.
+    If whoever serves them `sorts`, they come in an order that suits prefixes; those of texts are `TextRequests`.
     """
     is_long = call.many and len(prompts) >= FEWEST and not isinstance(call.priority, Iterable)
     if not is_long or call.on_error not in ("raise", "return"):
@@ -51,7 +51,7 @@ def listed_requests(
     given = list(call.params_each(params, len(prompts)))  # some can be read once only
     own = list(call.own_ids(len(prompts)).values())
     if sorts and call.on_error == "raise":
-        texts = _late_texts(builder, prompts, given, call, own)
+        texts = _text_requests(builder, prompts, given, call, own)
         if texts is not None:
             return [], texts
     read = list(prompts)  # token ids in the place of each once they are known: nothing is encoded twice
@@ -63,7 +63,7 @@ def listed_requests(
 
 def store_of(requests: Sequence[Request]) -> tuple[TokenStore, Demands]:
     """The prompts of requests, and what they ask for: what a plan must know of them."""
-    if isinstance(requests, Listed):
+    if isinstance(requests, TokenRequests):
         return requests.store, requests.demands
     return TokenStore.of(request.prompt_ids for request in requests), demands_of(requests)
 
@@ -79,13 +79,13 @@ def demands_of(requests: Sequence[Request]) -> Demands:
     )
 
 
-def _late_texts(
+def _text_requests(
     builder: RequestBuilder,
     prompts: Sequence[Prompt],
     params: Sequence[Params],
     call: Call,
     own: Sequence[str],
-) -> LateTexts | None:
+) -> TextRequests | None:
     """The requests of a list of texts, which are encoded while others run.
 
     None where not all are texts, or one has an error that shows before: whoever encodes them first tells it.
@@ -105,7 +105,8 @@ def _late_texts(
         models = [_model(builder, [0], each, call) for each in kinds]
     except (PromptError, ParameterError, TokenizerError):
         return None
-    return LateTexts(builder, tree, texts, models, kind.tolist(), own or builder.new_ids(len(texts)), call.number)
+    ids = own or builder.new_ids(len(texts))
+    return TextRequests(builder, tree, texts, models, kind.tolist(), ids, call.number)
 
 
 def _depends_on_prompts(kinds: Iterable[SamplingParams]) -> bool:
@@ -119,7 +120,7 @@ def _all_sound(
     params: Sequence[Params],
     call: Call,
     own: Sequence[str],
-) -> Listed | None:
+) -> TokenRequests | None:
     """The requests of a list without errors. None where there is one, or might be. `prompts` become token ids."""
     try:
         kinds, kind = _kinds(builder, params)
@@ -155,7 +156,7 @@ def _all_sound(
     room = np.where(is_open, np.minimum(room, (builder.pool_tokens - lengths + 1).clip(min=1)), room)
     demands = Demands.of(lengths, np.minimum(most, room), num_answers)
     store, request_ids = TokenStore(tokens, offsets), own or builder.new_ids(len(ids))
-    return Listed(builder, store, demands, models, kind.tolist(), request_ids, call.number)
+    return TokenRequests(builder, store, demands, models, kind.tolist(), request_ids, call.number)
 
 
 def _model(builder: RequestBuilder, prompt: Prompt, params: SamplingParams, call: Call, index: int = 0) -> Request:
@@ -204,11 +205,11 @@ def _joined(ids: Sequence[Int32Array], offsets: Int64Array) -> tuple[Int32Array,
     parts = bounds[:-1].tolist(), bounds[1:].tolist()
     if len(bounds) == 2:
         return tokens, copy(0, len(ids))
-    with ThreadPoolExecutor(min(MOST_THREADS, usable_processors())) as threads:
+    with ThreadPoolExecutor(min(MOST_THREADS, usable_cpus())) as threads:
         return tokens, max(threads.map(copy, *parts))
 
 
-class Listed(LateRequests):
+class TokenRequests(LazyRequests):
     """Requests of N prompts; each is like a model with its parameters, and none is kept here.
 
     Attributes:
@@ -240,13 +241,13 @@ class Listed(LateRequests):
         model, ids = self._models[self._kind[index]], self.store[index].copy()  # outputs keep it
         return self._builder.alike(model, ids, index, self._call, self._ids[index])
 
-    def in_order(self) -> LateRequests:
+    def in_order(self) -> LazyRequests:
         """In lexicographic order of their tokens."""
         offsets = self.store.offsets
         return _Ordered(self, prefix_order(self.store.tokens, offsets[:-1], offsets[1:]).order.tolist())
 
 
-class LateTexts(LateRequests):
+class TextRequests(LazyRequests):
     """Requests of N texts, in the lexicographic order of the texts, which a thread encodes.
 
     If it finds some that cannot run, no more than those before them are known, and `failure` names them once the
@@ -353,10 +354,10 @@ class LateTexts(LateRequests):
         return named_together(errors, len(self)) if errors else None
 
 
-class _Ordered(LateRequests):
+class _Ordered(LazyRequests):
     """Late requests in another order."""
 
-    def __init__(self, requests: LateRequests, order: Sequence[int]) -> None:
+    def __init__(self, requests: LazyRequests, order: Sequence[int]) -> None:
         self._requests, self._order, self.priority = requests, order, requests.priority
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 
-def usable_processors(root: Path = Path("/")) -> int:
+def usable_cpus(root: Path = Path("/")) -> int:
     """Those of its affinity, at most the quotas of its control groups, at least 1. `root` is for tests."""
     has_affinity = hasattr(os, "sched_getaffinity")  # on Linux
     count = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1

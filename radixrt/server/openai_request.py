@@ -14,8 +14,8 @@ from radixrt.frontend.openai import CHAT, COMPLETIONS, as_json, asked_model, ask
 from radixrt.frontend.sampling_aliases import known_parameters, sampling_params_from_dict
 from radixrt.parsers.choosing import Parsers
 from radixrt.sampling_params import SamplingParams
+from radixrt.server.answer_parsing import AnswerParsing, FormRefusal, parsing_of, without_tools
 from radixrt.server.limits import Limits
-from radixrt.server.reading import FormRefusal, Reading, reading_of, without_tools
 from radixrt.text.chat import Chat
 from radixrt.text.tokenizer import Tokenizer
 
@@ -28,7 +28,7 @@ _MAX_ECHOED = 5  # log-probabilities at each token of a prompt, which may be lon
 
 
 @dataclass(frozen=True)
-class Asked:
+class OpenAIRequest:
     """One body.
 
     Attributes:
@@ -47,7 +47,7 @@ class Asked:
     model: str
     prompts: list[str | list[int] | Chat]
     params: SamplingParams
-    reading: Reading | None
+    reading: AnswerParsing | None
     is_echoed: bool
     is_streamed: bool
     wants_usage: bool
@@ -58,7 +58,7 @@ class Asked:
         return len(self.prompts) * self.params.n
 
 
-def read_asked(
+def read_request(
     url: str,
     given: dict[str, Any],
     defaults: SamplingParams,
@@ -68,7 +68,7 @@ def read_asked(
     name: str,
     chat_max_tokens: int | None = None,
     refusal: FormRefusal = lambda form: None,
-) -> Asked:
+) -> OpenAIRequest:
     """What a body without what is null asks for. A chat that gives no maximum has `chat_max_tokens`, if there is
     such a default.
 
@@ -88,8 +88,8 @@ def read_asked(
     check_size(len(prompts), params.n, limits)
     reading = None
     if isinstance(prompts[0], Chat):
-        reading, params = reading_of(given, prompts[0], params, parsers, tokenizer, refusal)
-    return Asked(url, model_of(rest, limits, name), prompts, params, reading, is_echoed, *streaming)
+        reading, params = parsing_of(given, prompts[0], params, parsers, tokenizer, refusal)
+    return OpenAIRequest(url, model_of(rest, limits, name), prompts, params, reading, is_echoed, *streaming)
 
 
 def is_read_soon(given: Mapping[str, Any]) -> bool:
