@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from radixrt import request_list as lists
+from radixrt import request_list as module
 from radixrt.errors import ParameterError, PromptError
 from radixrt.frontend.arguments import Call
 from radixrt.frontend.request_builder import RequestBuilder
@@ -135,8 +135,8 @@ def test_it_is_that_of_a_builder(lists: tuple[list[Any], list[Any]], on_error: A
     prompts, params = lists
     arguments = {"on_error": on_error, **options}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(listed, "COPIED_AT_ONCE", 3)  # by several threads
-        patch.setattr(listed, "FEWEST", 1)
+        patch.setattr(module, "COPIED_AT_ONCE", 3)  # by several threads
+        patch.setattr(module, "FEWEST", 1)
         once = {name: iter(value) if isinstance(value, list) else value for name, value in arguments.items()}
         outputs, found = result_or_error(partial(request_list, builder()), prompts, iter(params), Call(**once))
         refused, expected = result_or_error(builder().build_all, prompts, params, Call(**arguments))
@@ -152,7 +152,7 @@ def test_it_is_that_of_a_builder(lists: tuple[list[Any], list[Any]], on_error: A
 
 
 def test_requests_are_made_when_they_are_wanted_and_keep_their_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = [np.arange(1 + n % 5, dtype=np.int32) for n in range(lists.FEWEST)]
+    prompts = [np.arange(1 + n % 5, dtype=np.int32) for n in range(module.FEWEST)]
     made: list[Any] = []
     alike = RequestBuilder.alike
     monkeypatch.setattr(RequestBuilder, "alike", lambda *given: made.append(given) or alike(*given))
@@ -178,7 +178,7 @@ def test_requests_are_made_when_they_are_wanted_and_keep_their_prompts(monkeypat
 
 def test_parameters_that_are_made_when_they_are_asked_for() -> None:
     """Such as those of a data set's column: each time others, perhaps where those before were."""
-    count = lists.FEWEST
+    count = module.FEWEST
 
     class Column(Sequence[Any]):
         def __len__(self) -> int:
@@ -204,7 +204,7 @@ def test_no_text_is_encoded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Tokenizer, "encode_batch", noted)
     own = RequestBuilder(NoWeights(256).config, letters(), context_length=CONTEXT)
-    prompts: list[Any] = [f"a {n}" for n in range(lists.FEWEST)]
+    prompts: list[Any] = [f"a {n}" for n in range(module.FEWEST)]
     refused, requests = request_list(own, [*prompts, [-1]], PARAMS[2], Call(on_error="return"))
     assert [output.index for output in refused] == [len(prompts)]
     assert len(requests) == len(prompts)

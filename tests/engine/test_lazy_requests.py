@@ -80,7 +80,7 @@ def test_requests_that_are_made_late_run_as_if_all_had_been_there(
     with many(runner, policy) as runtime:
         late = runtime.generate(prompts, params)
     assert at_first == [40]
-    monkeypatch.setattr(listed, "FEWEST", 10**9)
+    monkeypatch.setattr(request_list, "FEWEST", 10**9)
     other = NotedRunner()
     with many(other, policy) as runtime:
         at_once = runtime.generate(prompts, params)
@@ -139,7 +139,7 @@ def passes_beside_others() -> list[list[int]]:
 
 def test_late_requests_keep_their_place_before_those_of_later_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     late = passes_beside_others()
-    monkeypatch.setattr(listed, "FEWEST", 10**9)
+    monkeypatch.setattr(request_list, "FEWEST", 10**9)
     assert late == passes_beside_others()
 
 

@@ -79,7 +79,7 @@ def test_all_is_as_if_they_had_been_encoded_before(monkeypatch: pytest.MonkeyPat
     seeds: list[list[int]] = []
     found: list[list[tuple[int, int, tuple[int, ...]]]] = []
     for fewest in (request_list.FEWEST, 10**9):
-        monkeypatch.setattr(listed, "FEWEST", fewest)
+        monkeypatch.setattr(request_list, "FEWEST", fewest)
         with runtime_of(NotedRunner()) as runtime:
             if fewest < len(texts):
                 _, requests = runtime._late(texts, params, Call())
@@ -240,7 +240,7 @@ def test_the_thread_that_encodes_lets_others_have_the_interpreter(monkeypatch: p
             walked.append(1)
             yield item
 
-    monkeypatch.setattr(listed, "with_pauses", watched)
+    monkeypatch.setattr(request_list, "with_pauses", watched)
     with runtime_of(NotedRunner()) as runtime:
         runtime.generate(texts_of(300), SHORT)
     assert len(walked) >= 3 * 300, "to compare texts, to put their ids together, and to check them"
