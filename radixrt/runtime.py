@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
+from typing_extensions import Unpack
 
 from radixrt.cache.cache_stats import CacheStats
 from radixrt.checks import check_int
@@ -43,8 +44,8 @@ from radixrt.frontend.arguments import (
     StreamOptions,
     are_built_soon,
     as_list,
+    check_options,
     is_token_ids,
-    known,
     listed_prompts,
 )
 from radixrt.output import RequestOutput, ScoreOutput, StreamChunk
@@ -55,7 +56,6 @@ from radixrt.schedule.request import Request
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from typing_extensions import Unpack
 
     from radixrt.batch.options import BatchOptions
     from radixrt.cache.radix_tree import RadixTree
@@ -214,8 +214,9 @@ class Runtime:
             PassError: a pass failed, out of memory for instance. All other requests of the call are ended.
             DeviceLostError: a pass failed, and the device works no more: go on in a new process.
         """
+        check_options(options, CallOptions)
         listed, many = listed_prompts(prompts)
-        call = Call(next(self._calls), many, **known(options, CallOptions))
+        call = Call(next(self._calls), many, **options)
         built = partial(self._late, listed, sampling_params, call)
         outputs = sorted(self._iterate(built, call.on_error, progress), key=attrgetter("index"))
         return outputs if many else outputs[0]
@@ -232,9 +233,14 @@ class Runtime:
 
         Of a long list of texts, which are encoded meanwhile, some outputs may come before PromptError is raised.
         """
-        listed, _ = listed_prompts(prompts)
-        call = Call(next(self._calls), **known(options, CallOptions))
-        yield from self._iterate(partial(self._late, listed, sampling_params, call), call.on_error, progress)
+        check_options(options, CallOptions)
+
+        def outputs() -> Generator[RequestOutput, None, None]:
+            listed, _ = listed_prompts(prompts)
+            call = Call(next(self._calls), **options)
+            yield from self._iterate(partial(self._late, listed, sampling_params, call), call.on_error, progress)
+
+        return outputs()
 
     def stream(
         self,
@@ -250,12 +256,17 @@ class Runtime:
         character, or the beginning of a stop string. The first comes with its first token, each other one after
         `stream_interval` more, and the last one when it has ended. Leaving the loop early ends the request.
         """
-        number, options = next(self._calls), known(options, StreamOptions)
-        with self._driver.opened(StreamCall(stream_interval, self.tokenizer)) as call:
-            request = self._builder.build_streamed(prompt, sampling_params, number, **options)
-            self._driver.submit([request], call)
-            while not call.is_over:
-                yield from call.chunks(self._driver.news(call))
+        check_options(options, StreamOptions)
+
+        def chunks() -> Generator[StreamChunk, None, None]:
+            number = next(self._calls)
+            with self._driver.opened(StreamCall(stream_interval, self.tokenizer)) as call:
+                request = self._builder.build_streamed(prompt, sampling_params, number, **options)
+                self._driver.submit([request], call)
+                while not call.is_over:
+                    yield from call.chunks(self._driver.news(call))
+
+        return chunks()
 
     @overload
     async def async_generate(  # type: ignore[overload-overlap]  # as `generate`
@@ -277,8 +288,9 @@ class Runtime:
         **options: Unpack[CallOptions],
     ) -> RequestOutput | list[RequestOutput]:
         """`generate` for asyncio: the work is done in other threads. Calls run together; a cancelled one ends."""
+        check_options(options, CallOptions)
         listed, many = listed_prompts(prompts)
-        call = Call(next(self._calls), many, **known(options, CallOptions))
+        call = Call(next(self._calls), many, **options)
         outputs = await self._async_outputs(partial(self._late, listed, sampling_params, call), call.on_error)
         outputs.sort(key=attrgetter("index"))
         return outputs if many else outputs[0]
@@ -292,8 +304,8 @@ class Runtime:
         **options: Unpack[StreamOptions],
     ) -> AsyncGenerator[StreamChunk, None]:
         """`stream` for asyncio, as `async_generate`."""
-        number, options = next(self._calls), known(options, StreamOptions)
-        build = partial(self._builder.build_streamed, prompt, sampling_params, number, **options)
+        check_options(options, StreamOptions)
+        build = partial(self._builder.build_streamed, prompt, sampling_params, next(self._calls), **options)
         return self._async_chunks(lambda: [build()], stream_interval)
 
     def async_stream_all(

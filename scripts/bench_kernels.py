@@ -27,19 +27,19 @@ from tqdm import tqdm
 from radixrt.bench.report import check_files, told, wide_console, write_json
 from radixrt.errors import ParameterError, RadixrtError
 from radixrt.version import __version__
-from scripts.kernels.attention import attention_cases, attention_sweep
-from scripts.kernels.backward import backward_cases
-from scripts.kernels.case import Case
-from scripts.kernels.elementwise import elementwise_cases, elementwise_sweep
-from scripts.kernels.experts import experts_cases
-from scripts.kernels.kv_copy import kv_copy_cases
-from scripts.kernels.linear import linear_cases, linear_sweep
-from scripts.kernels.linear_fp8 import e4m3_cases
-from scripts.kernels.measurement import CudaTimer, Result, measure, measure_machine
-from scripts.kernels.roofline import Machine
-from scripts.kernels.sampling import sampling_cases, sampling_sweep
-from scripts.kernels.table import Report
-from scripts.kernels.tree import tree_cases, tree_sweep
+from scripts.kernel_benchmarks.attention import attention_cases, attention_sweep
+from scripts.kernel_benchmarks.backward import backward_cases
+from scripts.kernel_benchmarks.case import Case
+from scripts.kernel_benchmarks.elementwise import elementwise_cases, elementwise_sweep
+from scripts.kernel_benchmarks.experts import experts_cases
+from scripts.kernel_benchmarks.kv_copy import kv_copy_cases
+from scripts.kernel_benchmarks.linear import linear_cases, linear_sweep
+from scripts.kernel_benchmarks.linear_fp8 import e4m3_cases
+from scripts.kernel_benchmarks.measurement import CudaTimer, Result, measure, measure_machine
+from scripts.kernel_benchmarks.roofline import Machine
+from scripts.kernel_benchmarks.sampling import sampling_cases, sampling_sweep
+from scripts.kernel_benchmarks.table import Report
+from scripts.kernel_benchmarks.tree import tree_cases, tree_sweep
 from triton_ops.implementation import triton
 
 GROUPS = {

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -511,18 +511,22 @@ def test_options_of_calls_are_documented_and_others_named(runtime: Runtime) -> N
     documented = str(Runtime.generate.__doc__)
     for option in CallOptions.__annotations__ | ScoreOptions.__annotations__:
         assert f"    {option}: " in documented
+    for hinted in (Runtime.generate, Runtime.stream, Runtime.async_stream):
+        assert "options" in get_type_hints(hinted)  # as programs that wrap functions read them
+    first = runtime._calls.__reduce__()
     for name in ("tennant", "temperature", "streams"):
         wrong: dict[str, Any] = {name: True}
         for call in (
             lambda wrong: runtime.generate([5], **wrong),
-            lambda wrong: next(runtime.generate_iter([[5]], **wrong)),
-            lambda wrong: next(runtime.stream([5], **wrong)),
+            lambda wrong: runtime.generate_iter([[5]], **wrong),
+            lambda wrong: runtime.stream([5], **wrong),
             lambda wrong: runtime.async_stream([5], **wrong),
             lambda wrong: runtime.score([[5]], [[6]], **wrong),
             lambda wrong: asyncio.run(runtime.async_generate([5], **wrong)),
         ):
             with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
                 call(wrong)
+    assert runtime._calls.__reduce__() == first, "a call that is refused is none: it draws for no other"
 
 
 def test_a_prompt_that_never_fits_is_refused(folder: Path) -> None:

@@ -196,7 +196,7 @@ def _add_throughput(benchmarks: Any) -> None:
         benchmarks,
         "throughput",
         _throughput,
-        help="sixteen lists of prompts, compared with the bound, goals, ablations and other engines",
+        help="sixteen lists of prompts, compared with the bound, ablations and other engines",
         description=_THROUGHPUT,
         epilog=_THROUGHPUT_EXAMPLES,
     )

@@ -8,7 +8,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, TypeGuard, TypeVar, cast
+from typing import Any, Literal, TypedDict, TypeGuard, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,17 +53,13 @@ class ScoreOptions(TypedDict, total=False):
     progress: bool
 
 
-Options = TypeVar("Options", CallOptions, StreamOptions)
-
-
-def known(options: Options, kind: type[Options]) -> Options:
-    """The keyword arguments of a call. Raises TypeError, as Python does, if there are others."""
+def check_options(options: Mapping[str, object], kind: type[CallOptions] | type[StreamOptions]) -> None:
+    """Raise TypeError, as Python does, if keyword arguments of a call are not of its kind."""
     if unknown := [name for name in options if name not in kind.__annotations__]:
         raise TypeError(
             f"unexpected keyword argument {unknown[0]!r}: options are {', '.join(kind.__annotations__)}; "
             "sampling parameters are in sampling_params"
         )
-    return options
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Unpack
 
 from radixrt.cache.radix_tree import Namespace
 from radixrt.checks import check_int
@@ -46,8 +47,6 @@ from radixrt.text.prompts import encode_prompts
 from radixrt.text.tokenizer import Tokenizer, tokenizer_of
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
     from radixrt.models.config import ModelConfig
 
 

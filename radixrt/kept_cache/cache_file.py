@@ -234,7 +234,8 @@ class CacheFileReader:
             arrays[field] = np.frombuffer(data, _NUMPY[dtype]).astype(_NUMPY[dtype].newbyteorder("="))
         self.tree = TreeSnapshot(**arrays, tenant_names=tuple(tenants))
         if counts != row_counts(self.tree, self.formats):
-            raise self._error(f"its rows are not those of {self.tree.num_states} nodes with states: {counts}")
+            kept = f"{self.tree.num_tokens} tokens and {self.tree.num_states} states"
+            raise self._error(f"its rows are not those of {kept}: {counts}")
 
     @classmethod
     @contextmanager

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import weakref
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -56,7 +57,11 @@ class LineProcess:
             )
         except OSError as cause:
             raise error(f"the process that {purpose} cannot be started: {cause}") from cause
-        self._owner, self._rest = os.getpid(), b""
+        assert self._process.stdout is not None
+        self._poll = select.poll()  # unlike `select` it takes every file number
+        self._poll.register(self._process.stdout, select.POLLIN)
+        self._lines, self._pieces = deque[bytes](), list[bytes]()  # the pieces are of the line after these
+        self._owner = os.getpid()
         weakref.finalize(self, _ended, self._process, self._owner, 0.0)
 
     @property
@@ -94,18 +99,18 @@ class LineProcess:
     def _line(self, deadline: float) -> bytes | None:
         """The next line; None if the process ends before, or does not write it in time."""
         assert self._process.stdout is not None
-        poll = select.poll()  # unlike `select` it takes every file number
-        poll.register(self._process.stdout, select.POLLIN)
-        read = [self._rest]
-        while b"\n" not in read[-1]:
+        while not self._lines:
             left = deadline - time.monotonic()
-            if left <= 0 or not poll.poll(None if left == math.inf else left * 1000):
+            if left <= 0 or not self._poll.poll(None if left == math.inf else left * 1000):
                 return None
             if not (more := os.read(self._process.stdout.fileno(), _READ_AT_ONCE)):
                 return None
-            read.append(more)
-        line, _, self._rest = b"".join(read).partition(b"\n")
-        return line
+            self._pieces.append(more)
+            if b"\n" in more:
+                *lines, rest = b"".join(self._pieces).split(b"\n")
+                self._lines += lines
+                self._pieces = [rest]
+        return self._lines.popleft()
 
 
 def _ended(process: subprocess.Popen[bytes], owner: int, wait: float) -> int | None:

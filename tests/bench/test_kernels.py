@@ -22,19 +22,19 @@ from radixrt.execution.attention import planner as attention_planner
 from radixrt.execution.attention.tuning import PlanTuning, TreeCosts
 from scripts import bench_kernels
 from scripts.bench_kernels import GROUPS, Options, choose_cases, describe, main
-from scripts.kernels import elementwise, kv_copy, linear
-from scripts.kernels import tree as tree_bench
-from scripts.kernels.attention import decode_case, extend_case, ordered_case
-from scripts.kernels.attention_inputs import AttentionShape, attention_inputs
-from scripts.kernels.backward import TrainingShape, backward_case
-from scripts.kernels.case import Call, Case, Contender, Expected, PlanFigures, worst_error
-from scripts.kernels.experts import ExpertShape, experts_case
-from scripts.kernels.linear_fp8 import e4m3_case
-from scripts.kernels.measurement import MAX_ERROR, Measurement, Result, copies_beyond_l2, measure
-from scripts.kernels.roofline import Machine, Work, decode_work, extend_work, training_work
-from scripts.kernels.sampling import sampling_cases
-from scripts.kernels.table import Report
-from scripts.kernels.tree import FLAT, ordered_tree_case, tree_case, tree_shape
+from scripts.kernel_benchmarks import elementwise, kv_copy, linear
+from scripts.kernel_benchmarks import tree as tree_bench
+from scripts.kernel_benchmarks.attention import decode_case, extend_case, ordered_case
+from scripts.kernel_benchmarks.attention_inputs import AttentionShape, attention_inputs
+from scripts.kernel_benchmarks.backward import TrainingShape, backward_case
+from scripts.kernel_benchmarks.case import Call, Case, Contender, Expected, PlanFigures, worst_error
+from scripts.kernel_benchmarks.experts import ExpertShape, experts_case
+from scripts.kernel_benchmarks.linear_fp8 import e4m3_case
+from scripts.kernel_benchmarks.measurement import MAX_ERROR, Measurement, Result, copies_beyond_l2, measure
+from scripts.kernel_benchmarks.roofline import Machine, Work, decode_work, extend_work, training_work
+from scripts.kernel_benchmarks.sampling import sampling_cases
+from scripts.kernel_benchmarks.table import Report
+from scripts.kernel_benchmarks.tree import FLAT, ordered_tree_case, tree_case, tree_shape
 from triton_ops.implementation import GPU, compiling_for, gpu_of
 from triton_ops.norms.rms_norm import add_rms_norm
 from triton_ops.tuning import SplitKConfig

@@ -432,6 +432,17 @@ def test_without_the_harness_the_command_says_so() -> None:
     assert "Traceback" not in found.stderr
 
 
+def test_a_task_may_import_the_module_that_runs_as_the_command() -> None:
+    module = "radixrt.integrations.lm_eval"
+    program = (
+        "import sys, runpy; from lm_eval import __main__ as harness; "
+        f"harness.cli_evaluate = lambda: __import__('{module}', fromlist=['RadixLM']).RadixLM; "
+        f"runpy.run_module('{module}', run_name='__main__', alter_sys=True)"
+    )
+    found = python("-c", program)
+    assert (found.returncode, found.stderr) == (0, "")
+
+
 def test_imports_are_no_heavier_than_needed() -> None:
     assert python("-c", "import sys, radixrt.runtime; sys.exit('lm_eval' in sys.modules)").returncode == 0
     program = "import sys, radixrt.integrations.lm_eval; sys.exit('torch' in sys.modules)"

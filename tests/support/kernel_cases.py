@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scripts.kernels.attention import our_decode, our_extend, planned_decode, planned_extend
-from scripts.kernels.attention_inputs import AttentionInputs, AttentionShape
-from scripts.kernels.case import Source
-from scripts.kernels.elementwise import ACTIVATIONS, NORMS, SOFT_CAP, RowOperation
-from scripts.kernels.experts import ExpertShape, mix
+from scripts.kernel_benchmarks.attention import our_decode, our_extend, planned_decode, planned_extend
+from scripts.kernel_benchmarks.attention_inputs import AttentionInputs, AttentionShape
+from scripts.kernel_benchmarks.case import Source
+from scripts.kernel_benchmarks.elementwise import ACTIVATIONS, NORMS, SOFT_CAP, RowOperation
+from scripts.kernel_benchmarks.experts import ExpertShape, mix
 from triton_ops.activations.quantised_rows import quantise_rows
 from triton_ops.activations.silu_and_mul import quantised_silu_and_mul
 from triton_ops.attention.arguments import Scoring

@@ -22,7 +22,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from scripts.kernels.experts import ExpertShape
+from scripts.kernel_benchmarks.experts import ExpertShape
 from tests.support.compile_kernels import Recorder, Variant
 from tests.support.kernel_cases import KernelCase, LogitsShape, route, run_experts
 from triton_ops.activations.gelu_and_mul import gelu_and_mul

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from scripts.kernels.case import Call, Case, Contender, Expected, Source, seeded
-from scripts.kernels.roofline import Work
+from scripts.kernel_benchmarks.case import Call, Case, Contender, Expected, Source, seeded
+from scripts.kernel_benchmarks.roofline import Work
 from triton_ops.activations.quantised_rows import BLOCK, quantise_rows
 from triton_ops.e4m3 import E4M3, E4M3_MAX
 from triton_ops.linear.e4m3_linear import (

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from radixrt.arrays import Int32Array
 from radixrt.execution.attention.flat import KernelShape
-from scripts.kernels.case import Expected
+from scripts.kernel_benchmarks.case import Expected
 from triton_ops.attention.arguments import Scoring
 from triton_ops.attention.extend import Extends
 from triton_ops.implementation import gpu_of

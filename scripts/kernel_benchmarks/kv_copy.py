@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from scripts.kernels.case import Call, Case, Contender, Expected, Source, seeded
-from scripts.kernels.roofline import Work
+from scripts.kernel_benchmarks.case import Call, Case, Contender, Expected, Source, seeded
+from scripts.kernel_benchmarks.roofline import Work
 from triton_ops.kv.kv_copy import kv_copy
 
 DTYPE = torch.bfloat16

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from radixrt.bench.report import reason_of
-from scripts.kernels.case import MAX_SLOWER, Call, Case, Contender, Expected, PlanFigures, worst_error
-from scripts.kernels.roofline import EXPS_PER_SM, Bound, Machine
+from scripts.kernel_benchmarks.case import MAX_SLOWER, Call, Case, Contender, Expected, PlanFigures, worst_error
+from scripts.kernel_benchmarks.roofline import EXPS_PER_SM, Bound, Machine
 from triton_ops.e4m3 import E4M3
 from triton_ops.implementation import gpu_of
 from triton_ops.linear.e4m3_linear import torch_scaled_product

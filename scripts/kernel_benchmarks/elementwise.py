@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scripts.kernels.case import Call, Case, Contender, Expected, Source, seeded, tensors
-from scripts.kernels.roofline import Work
+from scripts.kernel_benchmarks.case import Call, Case, Contender, Expected, Source, seeded, tensors
+from scripts.kernel_benchmarks.roofline import Work
 from triton_ops.activations.clamped_swiglu import clamped_swiglu
 from triton_ops.activations.gelu_and_mul import gelu_and_mul
 from triton_ops.activations.gelu_fast import gelu_fast

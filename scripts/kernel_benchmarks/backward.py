@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from scripts.kernels.case import Call, Case, Contender, Expected, Source, seeded
-from scripts.kernels.roofline import training_work
+from scripts.kernel_benchmarks.case import Call, Case, Contender, Expected, Source, seeded
+from scripts.kernel_benchmarks.roofline import training_work
 from triton_ops.attention.training import attention_with_grad, training_reference
 
 ROW_TOKENS = 64

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from scripts.kernels.roofline import Work
+from scripts.kernel_benchmarks.roofline import Work
 
 Inputs = TypeVar("Inputs")
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from layers.placement import Placement
 from layers.weight import Weight
-from scripts.kernels.case import Call, Case, Contender, Expected, Source, seeded
-from scripts.kernels.roofline import Work
+from scripts.kernel_benchmarks.case import Call, Case, Contender, Expected, Source, seeded
+from scripts.kernel_benchmarks.roofline import Work
 from triton_ops.norms.rms_norm import add_rms_norm
 
 EPS = 1e-5

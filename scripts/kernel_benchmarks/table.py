@@ -9,8 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from radixrt.bench.report import figure_table
-from scripts.kernels.case import MAX_SLOWER
-from scripts.kernels.measurement import Measurement, Result
+from scripts.kernel_benchmarks.case import MAX_SLOWER
+from scripts.kernel_benchmarks.measurement import Measurement, Result
 
 _CAPTION = (
     "eager: do_bench, L2 flushed. graph: captured, through as many sets of inputs as exceed twice the L2. us, "

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from radixrt.execution.attention.planner import AttentionPlanner
-from scripts.kernels.attention import planned_decode
-from scripts.kernels.attention_inputs import (
+from scripts.kernel_benchmarks.attention import planned_decode
+from scripts.kernel_benchmarks.attention_inputs import (
     AttentionInputs,
     AttentionShape,
     attention_inputs,
     expected_attention,
 )
-from scripts.kernels.case import Call, Case, Contender, PlanFigures
-from scripts.kernels.roofline import Work, tree_work
+from scripts.kernel_benchmarks.case import Call, Case, Contender, PlanFigures
+from scripts.kernel_benchmarks.roofline import Work, tree_work
 from triton_ops.attention.ordered import SUPERBLOCK
 
 PLANNINGS = 9  # of the same batch; their median is the time

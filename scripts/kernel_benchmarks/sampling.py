@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scripts.kernels.case import Call, Case, Contender, Expected, Source, seeded
-from scripts.kernels.roofline import Work
+from scripts.kernel_benchmarks.case import Call, Case, Contender, Expected, Source, seeded
+from scripts.kernel_benchmarks.roofline import Work
 from triton_ops.sampling.logit_threshold import reference_thresholds
 from triton_ops.sampling.logprobs import token_logprobs
 from triton_ops.sampling.sample import greedy, sample

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scripts.kernels.case import Call, Case, Contender, Expected, Source, seeded
-from scripts.kernels.roofline import Work
+from scripts.kernel_benchmarks.case import Call, Case, Contender, Expected, Source, seeded
+from scripts.kernel_benchmarks.roofline import Work
 from triton_ops.activations.clamped_swiglu import clamped_swiglu
 from triton_ops.activations.quantised_rows import BLOCK
 from triton_ops.e4m3 import E4M3

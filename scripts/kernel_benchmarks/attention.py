@@ -16,14 +16,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from radixrt.arrays import Int32Array
-from scripts.kernels.attention_inputs import (
+from scripts.kernel_benchmarks.attention_inputs import (
     AttentionInputs,
     AttentionShape,
     attention_inputs,
     expected_attention,
 )
-from scripts.kernels.case import Call, Case, Contender
-from scripts.kernels.roofline import decode_work, extend_work
+from scripts.kernel_benchmarks.case import Call, Case, Contender
+from scripts.kernel_benchmarks.roofline import decode_work, extend_work
 from triton_ops.attention.decode import decode_attention
 from triton_ops.attention.extend import extend_attention
 from triton_ops.attention.ordered import SUPERBLOCK, ordered_decode, ordered_extend
