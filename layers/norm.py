@@ -47,7 +47,7 @@ class RMSNorm(Layer):
         """`x + residual` normed as the `reader` takes it, and the sum, the next residual; without a residual, x
         normed, and x.
         """
-        if (groups := next((weight.input_groups for weight in self.reader), None)) is not None:
+        if self.reader and (groups := self.reader[0].input_groups) is not None:
             return self._quantised(x, residual, groups)
         if residual is None:
             x = whole(x)
@@ -56,7 +56,7 @@ class RMSNorm(Layer):
             if self.adds_parts and not self.before:
                 return x.peers.add_rms_norm(x.part, residual, self.weight, self.eps)
             x = whole(x)
-        first = next((norm.weight for norm in self.before), None)
+        first = self.before[0].weight if self.before else None
         return add_rms_norm(x, residual, self.weight, self.eps, offset=self.offset, before=first, impl=self.impl)
 
     def _quantised(self, x: PartialSum, residual: Tensor | None, groups: bool) -> tuple[QuantisedRows, Tensor]:

@@ -84,7 +84,7 @@ class Weight(Stack):
         """`x [..., K]` to `x W^T + b`, `[..., N]` in x's dtype; by `ordered`, if it is given. x may be quantised
         already, as `input_groups` says.
 
-        With `split_k_ok` the result may be parts: see `Linear.forward`.
+        With `split_k_ok` the result may be parts: see `Linear`.
         """
         return self.held.product(self.tensors, x, bias, self.impl, ordered=ordered, split_k_ok=split_k_ok)
 
@@ -113,8 +113,8 @@ def places_of(
     if held == PLAIN:
         slots = stored.plain_slots(tensors["values"])
     elif stored == PLAIN:
-        values = tensors["values"]
-        slots = iter([("weight", LeftPlain(values.shape, values.dtype, values.copy_, hold_plain))])
+        first = next(iter(tensors.values()))  # as good as any: nothing fills it before `hold_plain`
+        slots = iter([("weight", LeftPlain(first.shape, first.dtype, first.copy_, hold_plain))])
     else:
         slots = stored.slots(tensors)
     for kind, place in slots:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from layers.checkpoint_slot import Filled
-from layers.formats.weight_format import Shape, Slots, Tensors, WeightFormat, gathered
+from layers.formats.weight_format import UNNEEDED, Shape, Slots, Tensors, WeightFormat, gathered
 from triton_ops.activations.quantised_rows import BLOCK, QuantisedRows
 from triton_ops.e4m3 import E4M3, FIRST_CAPABILITY
 from triton_ops.implementation import Impl, cdiv, gpu_of, runs_triton
@@ -45,7 +45,8 @@ class E4M3Format(WeightFormat):
 
     numbers = "e4m3"
     needs = f"a GPU of compute capability {FIRST_CAPABILITY / 10}"
-    unneeded = (".input_scale", ".activation_scale")  # x is quantised by its own numbers
+    of_experts = True
+    unneeded = UNNEEDED
 
     @property
     def units(self) -> tuple[int, int]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from layers.checkpoint_slot import Filled
-from layers.formats.weight_format import Shape, Slots, Tensors, WeightFormat, gathered
+from layers.formats.weight_format import UNNEEDED, Shape, Slots, Tensors, WeightFormat, gathered
 from triton_ops.activations.quantised_rows import QuantisedRows
 from triton_ops.implementation import Impl, cdiv, runs_triton
 from triton_ops.linear.int4_linear import GROUP, int4_linear, pack_int4
@@ -54,8 +54,7 @@ class Int4Format(WeightFormat):
 
     numbers = "4 bits"
     needs = "float16 or bfloat16"
-    of_experts = False
-    unneeded = (".g_idx", ".weight_shape")  # the first one is checked, the second one says what config.json does
+    unneeded = UNNEEDED
     checked = (".g_idx",)
 
     @property

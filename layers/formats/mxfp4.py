@@ -26,6 +26,7 @@ class Mxfp4Format(WeightFormat):
     in_words: bool = False
 
     numbers = "MXFP4"
+    of_experts = True
 
     @classmethod
     def on(cls, device: torch.device, dtype: torch.dtype, impl: Impl) -> Mxfp4Format:

@@ -25,6 +25,11 @@ from triton_ops.linear.split_k_linear import split_k_linear
 from triton_ops.moe.moe import Matrices
 from triton_ops.tuning import FewRowsConfig, few_rows_config, gated_linear_config, split_k_config
 
+UNNEEDED = (
+    *(".input_scale", ".activation_scale"),  # x is quantised by its own numbers
+    ".weight_shape",  # says what config.json does
+    ".g_idx",  # the order of groups, which has to be that of columns
+)
 Tensors = Mapping[str, Tensor]  # that hold a weight, by the names of its parameters
 Shape = tuple[Sequence[int], torch.dtype | None]  # of a tensor, and its dtype; None: the model's
 Slots = Iterator[tuple[str, CheckpointSlot]]  # the last part of a tensor's name, and where it goes
@@ -33,12 +38,13 @@ Slots = Iterator[tuple[str, CheckpointSlot]]  # the last part of a tensor's name
 @dataclass(frozen=True)
 class WeightFormat:
     """The format of weights `[N, K]`, or of those of experts `[E, N, K]`. By itself it is PLAIN, the model's
-    dtype; others say in what they differ.
+    dtype; others say in what they differ. One that is held in other tensors than `values` has its own `product`,
+    and `matrices` if it is `of_experts`.
 
     Attributes:
         numbers: what weights are in, for messages.
         needs: what a model needs besides kernels to hold them, for messages.
-        of_experts: whether experts can be held so.
+        of_experts: whether experts can be held so, and not only in the model's dtype.
         unneeded: ends of the names of stored tensors that no model needs.
         checked: ends of the names of those among them that are tried for a `problem`.
         ignored: layers that the checkpoint leaves as they are: names, beginnings or ends of names, or "re:" and a
@@ -47,7 +53,7 @@ class WeightFormat:
 
     numbers: ClassVar[str] = "the model's dtype"
     needs: ClassVar[str] = ""
-    of_experts: ClassVar[bool] = True
+    of_experts: ClassVar[bool] = False
     unneeded: ClassVar[tuple[str, ...]] = ()
     checked: ClassVar[tuple[str, ...]] = ()
 
@@ -85,8 +91,10 @@ class WeightFormat:
         return None
 
     def as_loaded(self) -> WeightFormat:
-        """That of weights that are stored plainly, or made by chance, and quantised as they are loaded."""
-        return self
+        """That of weights that are stored plainly, or made by chance, and quantised as they are loaded, if it can
+        be held; otherwise they stay plain.
+        """
+        return PLAIN
 
     @property
     def is_stored(self) -> bool:

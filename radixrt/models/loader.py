@@ -306,8 +306,9 @@ def _quantization(config: ModelConfig, asked: str | None, *, is_dummy: bool) -> 
 
 def _hold_plain(model: Decoder) -> None:
     """Hold in the model's dtype what its checkpoint does not quantise."""
-    places = [unpacked(place) for _, place in model.checkpoint_tensors()]
-    for hold_plain in dict.fromkeys(place.hold_plain for place in places if isinstance(place, LeftPlain)):
+    slots = (unpacked(slot) for _, slot in model.checkpoint_tensors())
+    # No slot stays: it would keep what a weight held, while the others are replaced.
+    for hold_plain in dict.fromkeys(slot.hold_plain for slot in slots if isinstance(slot, LeftPlain)):
         hold_plain()
 
 

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from layers.formats.weight_format import PLAIN
 from radixrt import ModelError, Runtime, SamplingParams
 from radixrt.models import quantization, registry
 from radixrt.models.families import FAMILIES, Family
@@ -65,6 +66,8 @@ def test_the_example_of_the_guide_is_a_format(tmp_path: Path, monkeypatch: pytes
     stored = load_file(folder / "model.safetensors")
     codes, scale = (stored[f"model.layers.1.mlp.down_proj.{kind}"] for kind in ("codes", "scale"))
     assert torch.equal(model.blocks[1].feed_forward.down.weight.values, (codes.float() - 128) * scale)
+    assert own.is_stored
+    assert (own.as_loaded(), own.of_experts) == (PLAIN, False)
 
 
 def write(folder: Path, multiplier: float) -> Path:

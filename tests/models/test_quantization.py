@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from layers.moe import SparseMoE
 from layers.placement import Placement
 from layers.weight import Stack, Weight
 from radixrt.errors import ModelError
+from radixrt.models import loader
 from radixrt.models.config import ModelConfig
 from radixrt.models.decoder import Decoder
 from radixrt.models.loader import load_model, reload_weights
@@ -449,6 +451,25 @@ def test_prompts_that_are_cached_and_captured(form: str, where: str, tmp_path: P
     # Later tokens follow others where two are almost alike.
     ours, theirs = ([output.logprobs[0].logprob for output in outputs] for outputs in (together, alone))
     assert ours == pytest.approx(theirs, abs=0.3 if on_gpu else 1e-4)
+
+
+def test_what_a_checkpoint_leaves_plain_goes_one_by_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """At no time there are the quantised and the plain weights of all layers."""
+    config = ModelConfig.from_folder(checkpoints.write(checkpoints.llama(num_hidden_layers=3), tmp_path))
+    own = E4M3Format(Scales.ROW, scale_name="weight_scale", ignored=("re:.*down_proj",))
+    placement = Placement(torch.float32, torch.device("cpu"), quantization=own, holds_quantised=True)
+    decoder = Decoder(config, placement)
+    held = [weakref.ref(block.feed_forward.down.weight.values) for block in decoder.blocks]
+    alive: list[int] = []
+    hold_plain = Weight.hold_plain
+
+    def noted(self: Weight) -> None:
+        alive.append(sum(one() is not None for one in held))
+        hold_plain(self)
+
+    monkeypatch.setattr(Weight, "hold_plain", noted)
+    loader._hold_plain(decoder)
+    assert alive == [3, 2, 1]
 
 
 def test_a_block_whose_weights_are_held_otherwise_is_of_another_kind(tmp_path: Path) -> None:
