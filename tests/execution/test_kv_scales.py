@@ -63,9 +63,9 @@ def logits(model: Decoder, device: torch.device, *, fp8: bool) -> Tensor:
     with torch.inference_mode():
         for start, end in ((0, 20), (20, 50), *((n, n + 1) for n in range(50, NUM_TOKENS))):
             metadata = input_metadata(
-                [0], [end], [start], slots[start:end], rows, num_extends=int(end - start > 1)
+                [0], [end], [start], slots[start:end], rows, num_extends=int(end - start > 1), kv_pool=pool
             )
-            hidden = model(torch.tensor(ids[start:end], device=device), metadata, pool)
+            hidden = model(torch.tensor(ids[start:end], device=device), metadata)
             parts.append(model.compute_logits(hidden, torch.arange(end - start, device=device)))
     return torch.cat(parts).float()
 
