@@ -7,12 +7,17 @@ A line's way, in the order of the modules:
     formats/line_format      parses a line and formats its record, in either of two formats:
         plain_lines, openai_batch; `record` has the values both share, `strict_json` the JSON rules
     scan                     parses, tokenises and checks all lines, and puts the result on disk
+        reading, known_lines in the file's order: a thread reads, while lines that are known run
     run                      plans an order, submits requests to the runtime, collects its outputs
-        retry, meter         lines of a failed pass; throughput figures and progress bars
+        lanes, dispatch      hands pieces out to a Runtime or to replicas; which replica runs which
+        parts                prompts whose answers run as several requests
+        retry, suspects      lines of a failed pass, and pieces that may kill a process, run apart
+        meter                throughput figures and progress bars
     record_writer            one record for each output or error, counted
         error_limit, tally   stops a batch with too many errors; counts of records
     journal                  takes the records:
         journal, journal_format, manifest    a file that survives a kill, and what it belongs to
+        late_journal                         one that begins once that is known
         standard_output, waiting_lines       or standard output, in input order
     journal/run_folder       `OUTPUT.run`: its lock (`run_lock`), and the output made of the journal
         formats/compression  compresses the output according to its name
