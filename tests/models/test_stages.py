@@ -239,7 +239,7 @@ def test_quantised_checkpoints(tmp_path: Path) -> None:
     quantised_checkpoints.write(
         checkpoints.qwen3_moe(**wide, moe_intermediate_size=256), tmp_path / "e4m3", "fp8 blocks"
     )
-    int4_checkpoints.write(checkpoints.phi3(**wide), tmp_path / "int4", int4_checkpoints.Words.AWQ)
+    int4_checkpoints.write(checkpoints.phi3(**wide), tmp_path / "int4", int4_checkpoints.Int4Packing.AWQ)
     for folder in (tmp_path / "e4m3", tmp_path / "int4"):
         assert_same_logits(folder, Shape(2, 2))
 
