@@ -49,7 +49,7 @@ def test_the_recipes_work(tmp_path: Path) -> None:
         (tmp_path / name).write_text(code, "utf-8")
         tests += [name] if name.startswith("tests/") else []
     assert len(tests) == 3
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTEST_ADDOPTS": ""}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
