@@ -83,8 +83,9 @@ def test_every_operation_with_a_kernel_has_cases() -> None:
 
 
 @pytest.mark.first
-def test_kernels_compile(tmp_path: Path) -> None:
-    report = compile_kernels(tmp_path, "few", 80, 90)
+@pytest.mark.parametrize("arch", [80, 90])
+def test_kernels_compile(tmp_path: Path, arch: int) -> None:
+    report = compile_kernels(tmp_path, "few", arch)
     assert not faults(report), "\n".join(faults(report))
 
 
